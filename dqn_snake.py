@@ -1,0 +1,937 @@
+"""Double DQN on Snake: games, replay, acting and learning in one loop on one device.
+
+    python dqn_snake.py                             # two minutes, then an evaluation and a GIF
+    python dqn_snake.py --batch-size 8192 --bf16    # large batches, made for a GPU
+    python dqn_snake.py --evaluate latest --render  # watch the last agent play
+
+To read it: `EgocentricView` and `QNetwork` are what learns, `td_target` is what it learns, `Replay` is what from, and
+the loop in `main` is when. The rest is switches and bookkeeping.
+"""
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import timeit
+import warnings
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Callable, Iterator, Literal, NoReturn
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.tensorboard import SummaryWriter
+
+from envs.snake import BODY, FOOD, HEAD, MOVES, Rules, SnakeBatch, SnakeEnv
+
+SCRIPT = Path(__file__).stem
+
+
+@dataclass
+class Args:
+    # Run
+    seed: int = 1
+    """seed of weights, games, exploration and sampling"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where there is one"""
+    total_timesteps: int | None = None
+    """environment transitions to train for (None: no limit)"""
+    max_seconds: float | None = None
+    """wall-clock budget, warm-up and evaluations on the way included (None: 120, or no limit with --total-timesteps)"""
+    run_dir: str = "runs"
+    """folder of all runs"""
+    run_name: str | None = None
+    """folder of this run inside it (None: script, seed and time)"""
+
+    # Environment
+    env_id: Literal["Snake-v0"] = "Snake-v0"
+    """the game; the other Snake variants hide the heading, which this network turns its view by"""
+    board: str = "10x10"
+    """rows x columns, 4 to 64 each"""
+    start_length: int = 3
+    """cells of a new snake"""
+    num_envs: int | None = None
+    """games played side by side (None: 128 on CPU, 4096 on CUDA)"""
+
+    # Algorithm
+    network: Literal["mlp", "attention"] = "mlp"
+    """mlp over the turned view, or a transformer over the cells of the board"""
+    hidden_size: int | None = None
+    """width of its layers (None: 256 for the MLP, 64 for attention)"""
+    learning_rate: float | None = None
+    """Adam's step size (None: 1e-3 at batch 256, growing with the square root of the batch size)"""
+    anneal_lr: bool = True
+    """let the step size fall tenfold over the run, exponentially"""
+    buffer_size: int | None = None
+    """transitions the replay holds (None: 500,000 on CPU, 2,000,000 on CUDA)"""
+    gamma: float = 0.97
+    """discount"""
+    n_step: int = 1
+    """rewards summed before the target network is asked"""
+    double: bool = True
+    """the online network picks the action the target network judges (van Hasselt et al. 2016)"""
+    dueling: bool = False
+    """value plus advantages instead of action values (Wang et al. 2016)"""
+    batch_size: int | None = None
+    """transitions per update (None: 256 on CPU, 8192 on CUDA)"""
+    replay_ratio: float = 2.0
+    """transitions learned from per environment step; the time between updates follows"""
+    learning_starts: int = 5_000
+    """transitions in the replay before learning begins"""
+    start_e: float = 1.0
+    """share of random actions at the start"""
+    end_e: float = 0.002
+    """share of random actions at the end"""
+    exploration_fraction: float = 0.1
+    """part of the run over which it falls, linearly"""
+    target_network_frequency: int = 1
+    """updates between two updates of the target network"""
+    tau: float | None = None
+    """how far the target network moves then; 1 copies (None: 0.01 per 256 samples learned)"""
+    max_grad_norm: float = 10.0
+    """gradients are clipped to this norm"""
+
+    # Speed
+    bf16: bool = False
+    """forward passes in bfloat16, where the hardware has it"""
+    fp16: bool = False
+    """forward passes in float16 with gradient scaling (CUDA)"""
+    tf32: bool = False
+    """fp32 matmuls on tensor cores (CUDA)"""
+    compile: bool = False
+    """torch.compile acting and the loss"""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """torch.compile's mode"""
+    cudagraph: bool = False
+    """capture acting, stepping, storing and learning as CUDA graphs"""
+    sdpa: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    """attention kernel to try first (--network attention)"""
+    threads: int | None = None
+    """CPU threads (None: all cores, 8 at most)"""
+
+    # Input and output
+    log_every: float = 2.0
+    """seconds between log lines"""
+    eval_every: float = 30.0
+    """seconds between evaluations on the way, of a tenth of --eval-episodes (0: none)"""
+    eval_episodes: int = 1_000
+    """games of the final evaluation"""
+    checkpoint_every: float = 60.0
+    """seconds between checkpoints (0: only the last)"""
+    checkpoint_replay: bool = False
+    """checkpoints hold the replay too"""
+    resume: str | None = None
+    """continue the run of this checkpoint, run folder, or "latest", with its flags"""
+    evaluate: str | None = None
+    """no training: play --eval-episodes games with this checkpoint, run folder, or "latest" """
+    render: bool = False
+    """with --evaluate: play one game in the terminal"""
+    video: bool = True
+    """write a GIF of a game at the end"""
+    wandb: bool = False
+    """mirror TensorBoard to Weights & Biases (pip install wandb)"""
+    profile: bool = False
+    """write a torch profiler trace of 20 rounds of the loop into the run folder"""
+
+
+DEFAULTS = {  # of flags that are None
+    "cpu": {"num_envs": 128, "batch_size": 256, "buffer_size": 500_000},
+    "cuda": {"num_envs": 4096, "batch_size": 8192, "buffer_size": 2_000_000},
+}
+
+
+def resolve(args: Args, device: torch.device) -> Args:
+    """`args` with nothing left None that a run needs. Values that cannot work are refused here, before anything starts."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    defaults = DEFAULTS[device.type] | {
+        "threads": min(cores, 8),
+        "hidden_size": 64 if args.network == "attention" else 256,
+    }
+    if args.total_timesteps is None:
+        defaults["max_seconds"] = 120.0
+    args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
+
+    shares = {"gamma", "tau", "start_e", "end_e", "exploration_fraction"}
+    may_be_0 = {"seed", "learning_starts", "eval_every", "checkpoint_every", *shares} - {"tau"}
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            highest = 1 if name in shares else math.inf
+            if not (0 <= value <= highest and value < math.inf) or (value == 0 and name not in may_be_0):
+                accepted = ("0 or more" if name in may_be_0 else "above 0") + (
+                    " and at most 1" if name in shares else ""
+                )
+                refuse(f"--{name.replace('_', '-')} {value}: must be {accepted}")
+    if args.bf16 and args.fp16:
+        refuse("--bf16 --fp16: choose one of them")
+    if args.cudagraph and args.compile and args.compile_mode != "default":
+        refuse(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
+    if args.network == "attention" and args.hidden_size % AttentionLayer.HEADS:
+        refuse(f"--hidden-size {args.hidden_size}: attention needs a multiple of {AttentionLayer.HEADS}")
+    if args.render and not args.evaluate:
+        refuse("--render: shows a trained agent, so it needs --evaluate PATH")
+    rules_of(args)
+
+    batches = args.batch_size / 256  # fewer updates for the same samples: each goes farther
+    rate, tau = 1e-3 * math.sqrt(batches), 1 - 0.99 ** (batches * args.target_network_frequency)
+    return replace(args, learning_rate=args.learning_rate or rate, tau=args.tau or tau)
+
+
+def rules_of(args: Args) -> Rules:
+    rows, _, columns = args.board.partition("x")
+    try:
+        return Rules((int(rows), int(columns)), args.start_length)
+    except ValueError as error:
+        refuse(f"--board {args.board} --start-length {args.start_length}: {error}; rows x columns such as 10x10 work")
+
+
+def make_envs(args: Args, num_envs: int, device: torch.device, seed: int) -> SnakeBatch:
+    """`num_envs` games on `device`. A game that ends starts anew within the same step."""
+    rules = rules_of(args)
+    return SnakeBatch(num_envs, device, seed, board=rules.board, start_length=rules.start_length)
+
+
+# ---------------------------------------------------------------------------------------------------- networks
+
+
+class EgocentricView:
+    """The board as the snake sees it: turned so that it heads up, moved so that its head is in the middle.
+
+    Four planes of S x S cells (S = 2 * longest side - 1): food, free, and of a body cell how far toward the head lies
+    ahead (1, or -1 for back) and to the right. Outside the board all are 0. No parameters. Without turning and moving,
+    the same network learned next to nothing in a minute (benchmarks.md).
+    """
+
+    PLANES, NEAR = 4, 4  # beyond NEAR cells from the head the body is seen in blocks of 3 x 3
+
+    def __init__(self, board: tuple[int, int], device: torch.device) -> None:
+        rows, columns = board
+        self.radius = max(*board, self.NEAR + 1) - 1
+        self.side = 2 * self.radius + 1
+        steps = torch.arange(-self.radius, self.radius + 1.0, device=device)
+        ahead = torch.tensor(MOVES, dtype=torch.float32, device=device).flip(1)  # (heading, xy)
+        self.turn = torch.stack([ahead, ahead.roll(-1, 0)], 1)  # (heading, ahead and right, xy)
+        seen = torch.cartesian_prod(-steps, steps) @ self.turn  # (heading, S * S, xy) around the head
+        self.xy = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1).float().to(device)
+        unit = 2 / (torch.tensor([columns, rows], device=device) - 1)  # grid_sample's coordinates run from -1 to 1
+        self.seen, self.place = (seen * unit).unflatten(1, (self.side, self.side)), self.xy * unit - 1
+        self.compass = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]], device=device)
+
+    def planes(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(B, rows, columns) uint8 -> planes of the unmoved board (B, 4, cells), cell of the head and heading (B,)."""
+        codes = codes.flatten(1)
+        head = (codes >= HEAD).byte().argmax(1)
+        heading = codes.gather(1, head[:, None]).squeeze(1).long() - HEAD
+        body = (codes >= BODY) & (codes < HEAD)
+        toward = self.compass[(codes - BODY - heading[:, None]) % 4] * body[..., None]
+        return torch.stack([codes == FOOD, codes < BODY, *toward.unbind(2)], 1), head, heading
+
+    def features(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the MLP reads: (B, features), and the heading (B,)."""
+        planes, head, heading = self.planes(codes)
+        grid = self.seen[heading] + self.place[head][:, None, None]
+        view = F.grid_sample(planes.view(-1, self.PLANES, *codes.shape[1:]), grid, mode="nearest", align_corners=True)
+        near = slice(self.radius - self.NEAR, self.radius + self.NEAR + 1)
+        far = F.avg_pool2d(view[:, 1:], 3, ceil_mode=True)
+        return torch.cat([view[:, 0].flatten(1), view[:, :, near, near].flatten(1), far.flatten(1)], 1), heading
+
+    def tokens(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What attention reads: (B, cells, 4), the place of each cell in the view (B, cells), and the heading (B,)."""
+        planes, head, heading = self.planes(codes)
+        ahead, right = ((self.xy - self.xy[head][:, None]) @ self.turn[heading].mT).long().unbind(2)
+        return planes.mT, (self.radius - ahead) * self.side + self.radius + right, heading
+
+
+class AttentionLayer(nn.Module):
+    """Pre-norm transformer layer over (B, cells, width)."""
+
+    HEADS = 4
+
+    def __init__(self, width: int, sdpa: list[SDPBackend], device: torch.device) -> None:
+        super().__init__()
+        self.sdpa = sdpa
+        self.norm1, self.norm2 = (nn.LayerNorm(width, device=device) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, device=device), nn.Linear(width, width, device=device)
+        self.up, self.down = (nn.Linear(*sizes, device=device) for sizes in ((width, 4 * width), (4 * width, width)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.HEADS, -1)).permute(2, 0, 3, 1, 4)
+        if self.sdpa == [SDPBackend.MATH]:  # what the kernels compute, written out
+            mixed = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+        else:
+            with sdpa_kernel(self.sdpa):
+                mixed = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(self.norm2(x))))
+
+
+class CellAttention(nn.Module):
+    """Transformer over the cells of the board, read out at the head: (B, cells, 4) and places -> (B, width)."""
+
+    def __init__(self, view: EgocentricView, width: int, sdpa: list[SDPBackend], device: torch.device) -> None:
+        super().__init__()
+        self.middle = view.side**2 // 2
+        self.embed = nn.Linear(view.PLANES, width, device=device)
+        self.position = nn.Embedding(view.side**2, width, device=device)
+        self.layers = nn.Sequential(*(AttentionLayer(width, sdpa, device) for _ in range(2)))
+        self.norm = nn.LayerNorm(width, device=device)
+
+    def forward(self, cells: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        x = self.layers(self.embed(cells) + self.position(place))
+        head = (place == self.middle).byte().argmax(1)
+        return self.norm(x[torch.arange(len(x), device=x.device), head])
+
+
+def pick_sdpa(args: Args, dtype: torch.dtype, device: torch.device) -> list[SDPBackend]:
+    """The attention kernel asked for where it runs, else the first that does. Says which."""
+    names = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
+    heads = AttentionLayer.HEADS
+    q = torch.zeros(1, heads, rules_of(args).cells, args.hidden_size // heads, dtype=dtype, device=device)
+    for name in sorted(names, key=lambda name: name != args.sdpa):
+        backend = getattr(SDPBackend, names[name])
+        try:
+            with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):
+                F.scaled_dot_product_attention(q, q, q)
+        except RuntimeError:
+            continue
+        asked = "" if args.sdpa in ("auto", name) else f"--sdpa {args.sdpa}: does not run in {dtype} on {device.type}; "
+        print(f"{asked}attention runs {'as written out' if name == 'math' else f'in the {name} kernel'}")
+        return [backend]
+
+
+class QNetwork(nn.Module):
+    """Values of the four actions (B, 4), fp32, from codes (B, rows, columns): `judge(*see(obs))`.
+
+    `see` has no parameters, so online and target network share what it makes of the next observations. Inside, the
+    actions are left, ahead and right; a reversal means keep going, so it is worth what ahead is worth.
+    """
+
+    def __init__(self, args: Args, sdpa: list[SDPBackend] | None, device: torch.device) -> None:
+        super().__init__()
+        board, width = rules_of(args).board, args.hidden_size
+        view = EgocentricView(board, device)
+        self.see = view.tokens if args.network == "attention" else view.features
+        if args.network == "attention":
+            self.trunk = CellAttention(view, width, sdpa, device)
+        else:
+            features = self.see(torch.full((1, *board), HEAD, dtype=torch.uint8, device=device))[0].shape[1]
+            layers = []
+            for inputs in (features, width):
+                layers += [nn.Linear(inputs, width, device=device), nn.LayerNorm(width, device=device), nn.ReLU()]
+            self.trunk = nn.Sequential(*layers)
+        self.head = nn.Linear(width, 3 + args.dueling, device=device)
+        direction, inside = torch.arange(4, device=device), torch.tensor([1, 2, 1, 0], device=device)
+        self.inside = inside[(direction - direction[:, None]) % 4]  # (heading, action) -> output of `head`
+
+    def judge(self, *seen: torch.Tensor) -> torch.Tensor:
+        *features, heading = seen
+        q = self.head(self.trunk(*features)).float()
+        if q.shape[1] == 4:  # dueling: advantages, then the value
+            q = q[:, 3:] + q[:, :3] - q[:, :3].mean(1, keepdim=True)
+        return q.gather(1, self.inside[heading])
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.judge(*self.see(obs))
+
+
+# ------------------------------------------------------------------------------------------------ the algorithm
+
+
+def epsilon_at(progress: float, start_e: float, end_e: float, exploration_fraction: float) -> float:
+    """Share of random actions when `progress` (0 to 1) of the run is over."""
+    if progress >= exploration_fraction:
+        return end_e
+    return start_e + (end_e - start_e) * progress / exploration_fraction
+
+
+def td_target(
+    reward: torch.Tensor, discount: torch.Tensor, next_q_target: torch.Tensor, next_q_online: torch.Tensor
+) -> torch.Tensor:
+    """r + discount * Q_target(s', argmax_a Q_online(s', a)), all (B,) or (B, actions), fp32.
+
+    `discount` is gamma^k after k rewards, 0 where the game was over (van Hasselt et al. 2016, equation 4). Plain DQN
+    passes the target's values twice.
+    """
+    return reward + discount * next_q_target.gather(1, next_q_online.argmax(1, keepdim=True)).squeeze(1)
+
+
+class Replay:
+    """The last `buffer_size` transitions of all lanes, drawn uniformly, with n-step returns.
+
+    A transition is stored as a one-step one; each of the next n - 1 steps of the same game adds its reward and moves
+    `next_obs` on. So whatever is drawn is a valid return of 1 to n steps. `discount` is what the value of `next_obs`
+    counts: gamma^k, or 0 once the game terminated; a truncated game goes on counting. The write position lives on the
+    device, where a CUDA graph can move it.
+    """
+
+    def __init__(self, args: Args, envs: SnakeBatch, device: torch.device) -> None:
+        self.rows, self.num_envs = max(args.buffer_size // args.num_envs, args.n_step), args.num_envs
+        self.n_step, self.gamma, board = args.n_step, args.gamma, envs.rules.board
+        refuse_if_too_large("--buffer-size", self.rows * self.num_envs * (2 * envs.rules.cells + 9), device)
+
+        def ring(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros(self.rows, self.num_envs, *shape, dtype=dtype, device=device)
+
+        self.obs, self.next_obs, self.action = ring(torch.uint8, *board), ring(torch.uint8, *board), ring(torch.int8)
+        self.reward, self.discount = ring(torch.float32), ring(torch.float32)
+        self.row, self.size = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        names = "obs next_obs action reward discount row size".split()
+        return {f"replay.{name}": getattr(self, name) for name in names}
+
+    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(saved[name])
+
+    def store(self, obs, action, reward, terminated, length, final_obs) -> None:
+        """One step of every lane; `length` (N,) counts the steps of its game, this one included."""
+        row, factor = self.row, self.gamma * ~terminated
+        self.obs[row], self.action[row], self.reward[row] = obs, action.to(torch.int8), reward
+        self.next_obs[row], self.discount[row] = final_obs, factor
+        for lag in range(1, self.n_step):
+            earlier, same_game = (row - lag) % self.rows, length > lag
+            self.reward[earlier] += self.discount[earlier] * reward * same_game
+            self.discount[earlier] *= torch.where(same_game, factor, 1)
+            self.next_obs[earlier] = torch.where(same_game[:, None, None], final_obs, self.next_obs[earlier])
+        self.row.add_(1).remainder_(self.rows)
+        self.size.add_(1).clamp_(max=self.rows)
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> list[torch.Tensor]:
+        """obs, action, reward, discount and next_obs of `batch_size` transitions."""
+        index = torch.randint(2**62, (batch_size,), generator=generator, device=self.row.device)
+        index %= self.size * self.num_envs
+        return [
+            ring.flatten(0, 1)[index] for ring in (self.obs, self.action, self.reward, self.discount, self.next_obs)
+        ]
+
+
+@torch.no_grad()
+def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
+    """Play `episodes` greedy games, one per lane, each to its end, with food that no training seed has seen."""
+    envs = make_envs(args, episodes, device, seed=2**31)
+    obs, step = envs.reset(), 0
+    action, score = (torch.zeros(episodes, dtype=torch.int64, device=device) for _ in range(2))
+    won, done = (torch.zeros(episodes, dtype=torch.bool, device=device) for _ in range(2))
+    playing = torch.arange(episodes, device=device)
+    while len(playing):
+        action[playing] = q_network(obs[playing]).argmax(1)
+        obs, _, terminated, truncated, info = envs.step(action)
+        ends = (terminated | truncated) & ~done
+        score = torch.where(ends, info["score"], score)
+        won, done, step = won | (ends & info["won"]), done | ends, step + 1
+        if step % 16 == 0:  # sync: only lanes still in their first game need another forward pass
+            playing = (~done).nonzero().squeeze(1)
+    score = score.double()
+    return {
+        "eval_score_mean": score.mean().item(),
+        "eval_score_median": score.median().item(),
+        "eval_score_max": score.max().item(),
+        "eval_full_boards": won.double().mean().item(),
+        "eval_episodes": episodes,
+    }
+
+
+@torch.no_grad()
+def play(q_network: QNetwork, args: Args, device: torch.device, render_mode: str) -> Iterator[np.ndarray | str]:
+    """Frames of one greedy game, played by the rule book."""
+    rules = rules_of(args)
+    env = SnakeEnv(render_mode, board=rules.board, start_length=rules.start_length)
+    obs, done = env.reset(seed=args.seed)[0], False
+    yield env.render()
+    while not done:
+        action = q_network(torch.as_tensor(obs, device=device)[None]).argmax().item()
+        obs, _, terminated, truncated, _ = env.step(action)
+        done = terminated or truncated
+        yield env.render()
+
+
+def show(q_network: QNetwork, args: Args, saved: dict, device: torch.device) -> dict[str, float]:
+    """--evaluate: one game in the terminal (--render), or the scores of many."""
+    q_network.load_state_dict({name: saved[f"q_network.{name}"] for name in q_network.state_dict()})
+    if args.render:
+        for frame in play(q_network, args, device, "ansi"):
+            print(f"\033[H\033[J{frame}", flush=True)
+            time.sleep(1 / SnakeEnv.metadata["render_fps"])
+        return {}
+    scores = evaluate(q_network, args, args.eval_episodes, device)
+    print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
+    return scores
+
+
+# -------------------------------------------------------------------------- blocks that all scripts share, letter for letter
+
+
+def refuse(message: str) -> NoReturn:
+    """End with one line about what the user asked for, and exit code 2."""
+    print(f"{SCRIPT}.py: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def refuse_if_too_large(flag: str, needed: int, device: torch.device) -> None:
+    """Refuse storage of `needed` bytes that does not fit."""
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0]
+    else:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+    if needed > 0.9 * room:
+        refuse(f"{flag}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; choose a smaller one")
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        refuse("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> torch.dtype:
+    """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            print("--bf16: this GPU has no units for it; fp32 is used instead")
+            return torch.float32
+        return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
+    for flag, asked in (("--fp16", fp16), ("--tf32", tf32)):
+        if asked:
+            print(f"{flag}: needs CUDA; fp32 is used instead")
+    if bf16:
+        matrices = (torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+        half, full = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in matrices)
+        if half < full:
+            return torch.bfloat16
+        print(f"--bf16: matmuls take {half / full:.0f} times as long as in fp32 on this CPU; fp32 is used instead")
+    return torch.float32
+
+
+def compiled(function: Callable, mode: str, *example: torch.Tensor) -> Callable:
+    """`function` compiled, or as it is where that fails: compilation is lazy, so only running it here shows."""
+    try:
+        fast = torch.compile(function, mode=mode)
+        fast(*example)
+        return fast
+    except Exception as error:
+        print(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
+        return function
+
+
+def captured(function: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+    """`function` as one CUDA graph. It may use only tensors that live on, and has run a few times when this returns."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+class Stopwatch:
+    """Seconds by phase. `mark(phase)` ends a phase that began at the mark before; without a name it counts nowhere.
+
+    On CUDA marks are events in the stream: work is charged to the phase that queued it, and nothing waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda, self.marks, self.total = device.type == "cuda", [], Counter()
+
+    def mark(self, phase: str = "") -> None:
+        if not self.cuda:
+            self.marks.append((phase, time.perf_counter()))
+        elif not torch.cuda.is_current_stream_capturing():
+            self.marks.append((phase, torch.cuda.Event(enable_timing=True)))
+            self.marks[-1][1].record()
+
+    def read(self) -> Counter:
+        """Seconds by phase since the last read."""
+        if self.cuda:
+            torch.cuda.synchronize()  # sync: once per log interval
+        seconds = Counter()
+        for (_, start), (phase, end) in pairwise(self.marks):
+            seconds[phase] += start.elapsed_time(end) / 1000 if self.cuda else end - start
+        del seconds[""], self.marks[:-1]
+        self.total += seconds
+        return seconds
+
+
+def save_checkpoint(path: Path, state: dict) -> None:
+    """Write tensors and plain values to `path`. The file that was there stays whole until the new one is."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        temporary.unlink(missing_ok=True)
+        reason = str(error).strip().splitlines()[0]
+        print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
+
+
+def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
+    """The file, the run folder's or the "latest" checkpoint of this script. Nothing in the file is executed."""
+    path = Path(name)
+    if name == "latest":
+        found = Path(run_dir).glob("*/checkpoint.pt")
+        ours = [file for file in found if f'"script": "{SCRIPT}"' in (file.parent / "args.json").read_text()]
+        path = max(ours, key=lambda file: file.stat().st_mtime, default=Path(run_dir))
+    path = path / "checkpoint.pt" if path.is_dir() else path
+    if not path.is_file():
+        refuse(f"{flag} {name}: there is no {path}; a checkpoint, a run folder or latest works")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["script"] != SCRIPT:
+            raise ValueError(f"it is one of {state['script']}.py")
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({reason})")
+    return path, state
+
+
+def machine(device: torch.device) -> dict[str, str | float]:
+    """What a result depends on besides the flags."""
+    commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    cuda, peak_kib = device.type == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else f"cpu, {torch.get_num_threads()} threads",
+        "peak_memory_gib": (torch.cuda.max_memory_allocated(device) if cuda else 1024 * peak_kib) / 2**30,
+        "torch": torch.__version__,
+        "git_commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip() or "unknown",
+    }
+
+
+def main(args: Args) -> dict:
+    started = time.perf_counter()
+    device = pick_device(args.device)
+    args = resolve(args, device)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
+    sdpa = pick_sdpa(args, dtype, device) if args.network == "attention" else None
+    q_network = QNetwork(args, sdpa, device)
+    if args.evaluate:
+        return show(q_network, args, load_checkpoint("--evaluate", args.evaluate, args.run_dir)[1], device)
+
+    # --- run folder -----------------------------------------------------------------------------------------------
+    folder = Path(args.run_dir) / (args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    if args.resume:
+        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
+        folder = path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "args.json").write_text(json.dumps({"script": SCRIPT, **vars(args)}, indent=2))
+    except OSError as error:
+        refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+
+    # --- what a run is made of ------------------------------------------------------------------------------------
+    target_network = QNetwork(args, sdpa, device).requires_grad_(False)
+    target_network.load_state_dict(q_network.state_dict())
+    weights, target_weights = list(q_network.parameters()), list(target_network.parameters())
+    learning_rate = torch.tensor(args.learning_rate, device=device)
+    optimizer = torch.optim.Adam(weights, lr=learning_rate, fused=True, capturable=args.cudagraph)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    envs = make_envs(args, args.num_envs, device, args.seed)
+    obs = envs.reset()  # the environment's own buffer: every step overwrites it
+    replay = Replay(args, envs, device)
+    epsilon = torch.tensor(args.start_e, device=device)
+    learned = torch.zeros(6, device=device)  # updates; since the last log: loss, q, skipped; skipped in a row, stuck at
+    watch = Stopwatch(device)
+
+    def autocast() -> torch.autocast:
+        # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
+        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+
+    @torch.no_grad()
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        with autocast():
+            return q_network(obs).argmax(1)
+
+    def loss_of(obs, action, reward, discount, next_obs) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            seen, next_seen = q_network.see(obs), q_network.see(next_obs)
+            with autocast():
+                next_q_target = target_network.judge(*next_seen)
+                next_q_online = q_network.judge(*next_seen) if args.double else next_q_target
+            target = td_target(reward, discount, next_q_target, next_q_online)
+        with autocast():
+            q = q_network.judge(*seen)
+        q = q.gather(1, action.long()[:, None]).squeeze(1)
+        return F.smooth_l1_loss(q, target), q.detach().mean()
+
+    def rollout() -> None:
+        # 1 act and step: every lane draws for itself whether it explores
+        explores = torch.rand(args.num_envs, generator=generator, device=device) < epsilon
+        random = torch.randint(4, (args.num_envs,), generator=generator, device=device)
+        action = torch.where(explores, random, policy_step(obs))
+        before = obs.clone()
+        watch.mark("act")
+        _, reward, terminated, _, info = envs.step(action)
+        watch.mark("env")
+        # 2 store
+        replay.store(before, action, reward, terminated, info["length"], info["final_obs"])
+        watch.mark("store")
+
+    def update() -> None:
+        loss, q = loss_step(*replay.sample(args.batch_size, generator))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        finite = nn.utils.clip_grad_norm_(weights, args.max_grad_norm).isfinite()
+        optimizer.found_inf = 1 - finite.float()  # at 1, fused Adam leaves weights and moments as they are
+        scaler.step(optimizer)
+        scaler.update()
+        learned[:4] += torch.stack([torch.ones_like(q), torch.where(finite, loss.detach(), 0), q, 1 - finite.float()])
+        learned[4] = (learned[4] + 1) * ~finite
+        learned[5] = torch.where(learned[4] == 10, learned[0], learned[5])
+
+    def state() -> dict[str, torch.Tensor]:
+        """All a run changes but the replay. It is restored in place, since captured graphs point at these tensors."""
+        parts = {"q_network": q_network.state_dict(), "target_network": target_network.state_dict()}
+        parts |= {f"adam.{i}": optimizer.state[weight] for i, weight in enumerate(weights)}
+        parts |= {"envs": envs.state_dict(), "sums": {"learned": learned}}
+        return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def restore(saved: dict[str, torch.Tensor]) -> None:
+        for name, tensor in state().items():
+            tensor.copy_(saved[name])
+        generator.set_state(saved["generator"])
+
+    # --- switches: they wrap `policy`, `loss_of`, `rollout` and `update`, and their warm-up is undone -------------------
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()  # with no gradient this only makes Adam's state, which has to exist before a capture
+    for weight in weights:
+        optimizer.state[weight]["step"].zero_()
+    fresh = {name: tensor.clone() for name, tensor in state().items()} | {"generator": generator.get_state()}
+    policy_step, loss_step = policy, loss_of
+    if args.compile:
+        rollout()
+        policy_step = compiled(policy, args.compile_mode, obs)
+        loss_step = compiled(loss_of, args.compile_mode, *replay.sample(args.batch_size, generator))
+    if args.cudagraph and device.type == "cuda":
+        rollout, update = captured(rollout, generator), captured(update, generator)
+    elif args.cudagraph:
+        print("--cudagraph: needs CUDA; the loop runs without graphs")
+    restore(fresh)
+    replay.row.zero_(), replay.size.zero_()
+
+    # --- a new run, or the rest of one ------------------------------------------------------------------------------
+    global_step, updates, owed, seconds_before = 0, 0, 0.0, 0.0
+    if args.resume:
+        try:
+            restore(saved)
+            if "replay.obs" in saved:
+                replay.load_state_dict(saved)
+            else:
+                print("the replay starts empty: the checkpoint was made without --checkpoint-replay")
+        except (KeyError, RuntimeError):
+            refuse(
+                f"--resume {args.resume}: --network, --hidden-size, --dueling, --board and --num-envs must be as they were"
+            )
+        scaler.load_state_dict(saved["scaler"])
+        global_step, updates, owed, seconds_before = saved["counters"]
+    first_step, first_update = logged_step, logged_update = global_step, updates
+    held, scores = replay.size.item() * args.num_envs, {}
+
+    if args.wandb:
+        try:
+            import wandb
+        except ImportError:
+            refuse("--wandb: the package is missing; pip install wandb")
+        wandb.init(project="snake", name=folder.name, config=vars(args), sync_tensorboard=True)
+    writer = SummaryWriter(folder, purge_step=global_step)
+    writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
+    writer.add_scalar("perf/warmup_s", time.perf_counter() - started, global_step)
+    profiler = (
+        torch.profiler.profile(schedule=torch.profiler.schedule(wait=100, warmup=5, active=20))
+        if args.profile
+        else None
+    )
+    precision = str(dtype).removeprefix("torch.")
+    print(f"{folder}: {machine(device)['device']}, {precision}; {args.num_envs} games at once, an update on {args.batch_size} "
+          f"transitions every {args.batch_size / args.replay_ratio:g} steps (replay ratio {args.replay_ratio:g}), learning "
+          f"rate {args.learning_rate:.2g}, tau {args.tau:.2g}, replay of {replay.rows * args.num_envs:,} transitions")  # fmt: skip
+
+    def elapsed() -> float:
+        return seconds_before + time.perf_counter() - started
+
+    def progress() -> float:
+        return max(global_step / (args.total_timesteps or math.inf), elapsed() / (args.max_seconds or math.inf))
+
+    due_at = {what: elapsed() + getattr(args, f"{what}_every") for what in ("log", "eval", "checkpoint")}
+
+    def due(what: str) -> bool:
+        every = getattr(args, f"{what}_every")
+        if every == 0 or elapsed() < due_at[what]:
+            return False
+        due_at[what] = elapsed() + every
+        return True
+
+    def save() -> None:
+        if not all(weight.isfinite().all() for weight in weights):
+            return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
+        counters = {"counters": [global_step, updates, owed, elapsed()], "script": SCRIPT, "args": vars(args)}
+        randomness = {"generator": generator.get_state(), "scaler": scaler.state_dict()}
+        kept = replay.state_dict() if args.checkpoint_replay else {}
+        save_checkpoint(folder / "checkpoint.pt", state() | kept | randomness | counters)
+
+    def evaluate_and_log(episodes: int) -> dict[str, float]:
+        scores = evaluate(q_network, args, episodes, device)
+        for name, value in scores.items():
+            writer.add_scalar(name.replace("_", "/", 1), value, global_step)
+        return scores
+
+    def log() -> None:
+        seconds = watch.read()
+        steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
+        finished, score, length, returned = (envs.finished / envs.finished[0].clamp(min=1)).tolist()
+        _, loss, q, skipped, _, stuck_at = learned.tolist()
+        envs.finished.zero_()
+        learned[1:4] = 0
+        samples = learns * args.batch_size
+        scalars = {
+            "charts/SPS": steps / wall,
+            "charts/updates_per_second": learns / wall,
+            "charts/samples_per_second": samples / wall,
+            "charts/replay_ratio": samples / steps,
+            "charts/epsilon": epsilon.item(),
+            "losses/learning_rate": learning_rate.item(),
+            "losses/skipped_updates": skipped,
+            "perf/rollout_fraction": 1 - seconds["learn"] / wall,
+            **{f"perf/{phase}_ms": 1000 * spent / (steps / args.num_envs) for phase, spent in seconds.items()},
+        }
+        if finished:
+            scalars |= {"charts/score": score, "charts/episodic_length": length, "charts/episodic_return": returned}
+        if learns:
+            scalars |= {"losses/td_loss": loss / learns, "losses/q_values": q / learns}
+        if device.type == "cuda":
+            scalars |= gpu_load(device)
+        for tag, value in scalars.items():
+            writer.add_scalar(tag, value, global_step)
+        print(f"{progress():4.0%}  step {global_step:>11,}  score {score:5.1f}  evaluated {scores.get('eval_score_mean', 0):5.1f}  "
+              f"SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}  epsilon {epsilon:.3f}",
+              end="\r" if sys.stdout.isatty() else "\n", flush=True)  # fmt: skip
+        if stuck_at:
+            refuse(f"--learning-rate {args.learning_rate:g}: ten updates in a row were not finite, the first was number "
+                   f"{stuck_at - 9:.0f}; a lower one works")  # fmt: skip
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+    interrupted = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: (interrupted.append(number), signal.signal(number, signal.SIG_DFL)))
+    watch.mark()
+    while progress() < 1 and not interrupted:
+        # 1 act and step, 2 store
+        epsilon.fill_(epsilon_at(progress(), args.start_e, args.end_e, args.exploration_fraction))
+        rollout()
+        global_step += args.num_envs
+        held += args.num_envs
+        watch.mark("rollout")
+
+        # 3 learn
+        if held >= args.learning_starts:
+            owed += args.replay_ratio * args.num_envs
+        if args.anneal_lr:
+            learning_rate.fill_(args.learning_rate * 0.1 ** min(progress(), 1))
+        while owed >= args.batch_size:
+            update()
+            owed -= args.batch_size
+            updates += 1
+            if updates % args.target_network_frequency == 0:
+                torch._foreach_lerp_(target_weights, weights, args.tau)
+        watch.mark("learn")
+
+        # 4 log, evaluate, save
+        if due("log"):
+            log()
+            logged_step, logged_update = global_step, updates
+            watch.mark("log")
+        if due("eval"):
+            scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+            watch.mark()
+        if due("checkpoint"):
+            save()
+            watch.mark()
+        if profiler:
+            profiler.step()
+
+    # --- the end --------------------------------------------------------------------------------------------------
+    if global_step > logged_step:
+        log()
+    wall_seconds = elapsed()
+    save()
+    print()
+    if interrupted:
+        print(f"stopped and saved; python {SCRIPT}.py --resume {folder} goes on")
+    else:
+        scores = evaluate_and_log(args.eval_episodes)
+        print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
+        if args.video:
+            (folder / "videos").mkdir(exist_ok=True)
+            first, *others = (Image.fromarray(frame) for frame in play(q_network, args, device, "rgb_array"))
+            first.save(folder / "videos" / "snake.gif", save_all=True, append_images=others, duration=80, loop=0)
+            print(f"a game as a picture: {folder / 'videos' / 'snake.gif'}")
+        print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
+    if profiler:
+        profiler.export_chrome_trace(str(folder / "profile.json"))
+    busy, steps, samples = (
+        sum(watch.total.values()),
+        global_step - first_step,
+        (updates - first_update) * args.batch_size,
+    )
+    summary = {
+        "script": SCRIPT,
+        "precision": precision,
+        "compiled": loss_step is not loss_of,
+        "cudagraph": args.cudagraph and device.type == "cuda",
+        "sdpa": sdpa[0].name.lower() if sdpa else None,
+        "env_steps": global_step,
+        "wall_seconds": wall_seconds,
+        "env_steps_per_second": steps / busy,
+        "updates_per_second": (updates - first_update) / busy,
+        "samples_per_second": samples / busy,
+        "replay_ratio": samples / steps,
+        "rollout_fraction": 1 - watch.total["learn"] / busy,
+        "train_fraction": watch.total["learn"] / busy,
+        **scores,
+        **machine(device),
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    writer.close()
+    return summary
+
+
+def parse() -> Args:
+    """The command line, with --resume and --evaluate on top of the flags of that run."""
+    args = tyro.cli(Args, description=__doc__)
+    name = args.resume or args.evaluate
+    if name:
+        saved = load_checkpoint("--resume" if args.resume else "--evaluate", name, args.run_dir)[1]["args"]
+        args = tyro.cli(Args, default=Args(**saved), description=__doc__)
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main(parse())
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        refuse("out of memory: a smaller --batch-size, --buffer-size or --num-envs works")
