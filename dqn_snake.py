@@ -19,10 +19,11 @@ import time
 import timeit
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Callable, Iterator, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 import torch
@@ -33,9 +34,10 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
-from envs.snake import BODY, FOOD, HEAD, MOVES, Rules, SnakeBatch, SnakeEnv
+from envs.snake import BODY, FOOD, HEAD, MOVES, VARIANTS, Rules, SnakeBatch, SnakeEnv
 
 SCRIPT = Path(__file__).stem
+EVAL_SEED = 2**31
 
 
 @dataclass
@@ -55,8 +57,8 @@ class Args:
     """folder of this run inside it (None: script, seed and time)"""
 
     # Environment
-    env_id: Literal["Snake-v0"] = "Snake-v0"
-    """the game; the other Snake variants hide the heading, which this network turns its view by"""
+    env_id: Literal["Snake-v0", "SnakeBlocks-v0"] = "Snake-v0"
+    """rules of the game (envs/snake.py); seen as `Snake-v0` shows it either way"""
     board: str = "10x10"
     """rows x columns, 4 to 64 each"""
     start_length: int = 3
@@ -68,14 +70,14 @@ class Args:
     network: Literal["mlp", "attention"] = "mlp"
     """mlp over the turned view, or a transformer over the cells of the board"""
     hidden_size: int | None = None
-    """width of its layers (None: 256 for the MLP, 64 for attention)"""
+    """width of its layers (None: 512 for the MLP, 64 for attention)"""
     learning_rate: float | None = None
     """Adam's step size (None: 1e-3 at batch 256, growing with the square root of the batch size)"""
     anneal_lr: bool = True
     """let the step size fall tenfold over the run, exponentially"""
     buffer_size: int | None = None
     """transitions the replay holds (None: 500,000 on CPU, 2,000,000 on CUDA)"""
-    gamma: float = 0.97
+    gamma: float = 0.98
     """discount"""
     n_step: int = 1
     """rewards summed before the target network is asked"""
@@ -152,12 +154,11 @@ DEFAULTS = {  # of flags that are None
 
 
 def resolve(args: Args, device: torch.device) -> Args:
-    """`args` with nothing left None that a run needs. Values that cannot work are refused here, before anything starts."""
+    """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    defaults = DEFAULTS[device.type] | {
-        "threads": min(cores, 8),
-        "hidden_size": 64 if args.network == "attention" else 256,
-    }
+    defaults = DEFAULTS[device.type] | {"threads": min(cores, 8), "hidden_size": 512}
+    if args.network == "attention":
+        defaults["hidden_size"] = 64
     if args.total_timesteps is None:
         defaults["max_seconds"] = 120.0
     args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
@@ -166,12 +167,10 @@ def resolve(args: Args, device: torch.device) -> Args:
     may_be_0 = {"seed", "learning_starts", "eval_every", "checkpoint_every", *shares} - {"tau"}
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            highest = 1 if name in shares else math.inf
-            if not (0 <= value <= highest and value < math.inf) or (value == 0 and name not in may_be_0):
-                accepted = ("0 or more" if name in may_be_0 else "above 0") + (
-                    " and at most 1" if name in shares else ""
-                )
-                refuse(f"--{name.replace('_', '-')} {value}: must be {accepted}")
+            highest = 1 if name in shares else sys.maxsize
+            if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
+                lowest = "0 or more" if name in may_be_0 else "above 0"
+                refuse(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
     if args.bf16 and args.fp16:
         refuse("--bf16 --fp16: choose one of them")
     if args.cudagraph and args.compile and args.compile_mode != "default":
@@ -188,17 +187,16 @@ def resolve(args: Args, device: torch.device) -> Args:
 
 
 def rules_of(args: Args) -> Rules:
-    rows, _, columns = args.board.partition("x")
+    sides = [int(side) for side in args.board.split("x") if side.isdecimal()]
     try:
-        return Rules((int(rows), int(columns)), args.start_length)
+        return Rules(**VARIANTS[args.env_id] | {"board": tuple(sides), "start_length": args.start_length})
     except ValueError as error:
-        refuse(f"--board {args.board} --start-length {args.start_length}: {error}; rows x columns such as 10x10 work")
+        refuse(f"--board {args.board} --start-length {args.start_length}: {error}; 10x10 and 3 work")
 
 
 def make_envs(args: Args, num_envs: int, device: torch.device, seed: int) -> SnakeBatch:
     """`num_envs` games on `device`. A game that ends starts anew within the same step."""
-    rules = rules_of(args)
-    return SnakeBatch(num_envs, device, seed, board=rules.board, start_length=rules.start_length)
+    return SnakeBatch(num_envs, device, seed, **vars(rules_of(args)))
 
 
 # ---------------------------------------------------------------------------------------------------- networks
@@ -207,49 +205,85 @@ def make_envs(args: Args, num_envs: int, device: torch.device, seed: int) -> Sna
 class EgocentricView:
     """The board as the snake sees it: turned so that it heads up, moved so that its head is in the middle.
 
-    Four planes of S x S cells (S = 2 * longest side - 1): food, free, and of a body cell how far toward the head lies
-    ahead (1, or -1 for back) and to the right. Outside the board all are 0. No parameters. Without turning and moving,
-    the same network learned next to nothing in a minute (benchmarks.md).
+    It has no parameters. Its S x S places, S = 2 * longest side - 1, are numbered row by row.
     """
 
-    PLANES, NEAR = 4, 4  # beyond NEAR cells from the head the body is seen in blocks of 3 x 3
+    NEAR, BLOCK, CODES = 4, 3, 7  # cells around the head seen one by one; side of the blocks; codes left once turned
 
     def __init__(self, board: tuple[int, int], device: torch.device) -> None:
-        rows, columns = board
-        self.radius = max(*board, self.NEAR + 1) - 1
-        self.side = 2 * self.radius + 1
-        steps = torch.arange(-self.radius, self.radius + 1.0, device=device)
-        ahead = torch.tensor(MOVES, dtype=torch.float32, device=device).flip(1)  # (heading, xy)
-        self.turn = torch.stack([ahead, ahead.roll(-1, 0)], 1)  # (heading, ahead and right, xy)
-        seen = torch.cartesian_prod(-steps, steps) @ self.turn  # (heading, S * S, xy) around the head
-        self.xy = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1).float().to(device)
-        unit = 2 / (torch.tensor([columns, rows], device=device) - 1)  # grid_sample's coordinates run from -1 to 1
-        self.seen, self.place = (seen * unit).unflatten(1, (self.side, self.side)), self.xy * unit - 1
-        self.compass = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]], device=device)
+        self.radius, self.side = max(board) - 1, 2 * max(board) - 1
+        xy = torch.cartesian_prod(torch.arange(board[0]), torch.arange(board[1])).flip(1)
+        ahead = torch.tensor(MOVES).flip(1)  # (heading, xy)
+        turn = torch.stack([ahead, ahead.roll(-1, 0)], 1)  # (heading, ahead and right, xy)
+        steps = torch.arange(-self.radius, self.radius + 1)
+        places = torch.cartesian_prod(steps, steps)
 
-    def planes(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(B, rows, columns) uint8 -> planes of the unmoved board (B, 4, cells), cell of the head and heading (B,)."""
-        codes = codes.flatten(1)
+        def window(seen: torch.Tensor, ring: int) -> tuple:
+            """Shape of a board with `ring` more cells around it, and grid_sample's -1 to 1 coordinates over it."""
+            shape = (board[0] + 2 * ring, board[1] + 2 * ring)
+            unit = 2 / (torch.tensor(shape).flip(0) - 1)
+            return shape, (places[seen] @ turn * unit)[:, None].to(device), ((xy + ring) * unit - 1).to(device)
+
+        self.near = window(places.abs().amax(1) <= self.NEAR, 0)
+        self.far = window((places % self.BLOCK == 0).all(1), 1)
+        ringed = torch.cartesian_prod(torch.arange(-1, board[0] + 1), torch.arange(-1, board[1] + 1)).flip(1)
+        in_block = (xy[:, None] - ringed).abs().amax(2) <= self.BLOCK // 2
+        self.blocks = (in_block / self.BLOCK).to(device)  # (cells, ringed cells): planes @ blocks are sums over blocks
+        heading, code = torch.arange(4)[:, None], torch.arange(10)
+        turned = torch.where(code < BODY, code, (code - BODY - heading) % 4 + BODY).where(code < HEAD, HEAD)
+        planes = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, -1, 0], [0, 0, -1], [0, 0, 0]])[turned]
+        self.turned, self.planes = turned.flatten().to(device), planes.flatten(0, 1).float().to(device)
+        self.xy, self.turn = xy.float().to(device), turn.float().to(device)
+
+    def find(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cell of the head and heading, both (B,), in codes (B, cells)."""
         head = (codes >= HEAD).byte().argmax(1)
-        heading = codes.gather(1, head[:, None]).squeeze(1).long() - HEAD
-        body = (codes >= BODY) & (codes < HEAD)
-        toward = self.compass[(codes - BODY - heading[:, None]) % 4] * body[..., None]
-        return torch.stack([codes == FOOD, codes < BODY, *toward.unbind(2)], 1), head, heading
+        return head, codes.gather(1, head[:, None]).squeeze(1).int() - HEAD
 
-    def features(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the MLP reads: (B, features), and the heading (B,)."""
-        planes, head, heading = self.planes(codes)
-        grid = self.seen[heading] + self.place[head][:, None, None]
-        view = F.grid_sample(planes.view(-1, self.PLANES, *codes.shape[1:]), grid, mode="nearest", align_corners=True)
-        near = slice(self.radius - self.NEAR, self.radius + self.NEAR + 1)
-        far = F.avg_pool2d(view[:, 1:], 3, ceil_mode=True)
-        return torch.cat([view[:, 0].flatten(1), view[:, :, near, near].flatten(1), far.flatten(1)], 1), heading
+    def place(self, xy: torch.Tensor, head: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
+        """Places (B, n) at which the cells `xy` (B or 1, n, 2) of the board are seen."""
+        ahead, right = ((xy - self.xy[head][:, None]) @ self.turn[heading].mT).long().unbind(2)
+        return (self.radius - ahead) * self.side + self.radius + right
 
-    def tokens(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What attention reads: (B, cells, 4), the place of each cell in the view (B, cells), and the heading (B,)."""
-        planes, head, heading = self.planes(codes)
-        ahead, right = ((self.xy - self.xy[head][:, None]) @ self.turn[heading].mT).long().unbind(2)
-        return planes.mT, (self.radius - ahead) * self.side + self.radius + right, heading
+    def features(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For the MLP: what it sees (B, features), the place of the food (B,), the heading (B,).
+
+        Of every cell near the head and every block all around: is it free, and of a body cell how far toward the head
+        lies ahead (1, or -1 for back) and to the right; sums over a block, divided by its side. Outside the board all
+        three are 0.
+        """
+        codes = obs.flatten(1)
+        head, heading = self.find(codes)
+        planes = F.embedding(codes + 10 * heading[:, None], self.planes).mT
+        seen = []
+        for cells, (shape, grid, origin) in ((planes, self.near), (planes @ self.blocks, self.far)):
+            grid = grid[heading] + origin[head][:, None, None]
+            seen.append(F.grid_sample(cells.unflatten(2, shape), grid, mode="nearest", align_corners=True).flatten(1))
+        food = (codes == FOOD).byte().argmax(1)
+        return torch.cat(seen, 1), self.place(self.xy[food][:, None], head, heading).squeeze(1), heading
+
+    def tokens(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For attention: turned codes (B, cells), the place of every cell (B, cells), the heading (B,)."""
+        codes = obs.flatten(1)
+        head, heading = self.find(codes)
+        return self.turned[codes + 10 * heading[:, None]], self.place(self.xy, head, heading), heading
+
+
+class EgocentricMLP(nn.Module):
+    """Two layers over `EgocentricView.features`; the food's place enters as a row of an embedding, not as a plane."""
+
+    def __init__(self, view: EgocentricView, width: int, device: torch.device) -> None:
+        super().__init__()
+        features = (view.near[1].shape[2] + view.far[1].shape[2]) * view.planes.shape[1]
+        self.view = nn.Linear(features, width, device=device)
+        self.food = nn.Embedding(view.side**2, width, device=device)
+        nn.init.uniform_(self.food.weight, -(features**-0.5), features**-0.5)  # as if it were a plane of the view
+        self.norm1, self.norm2 = (nn.LayerNorm(width, device=device) for _ in range(2))
+        self.hidden = nn.Linear(width, width, device=device)
+
+    def forward(self, view: torch.Tensor, food: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm1(self.view(view) + self.food(food)))
+        return F.relu(self.norm2(self.hidden(x)))
 
 
 class AttentionLayer(nn.Module):
@@ -276,20 +310,17 @@ class AttentionLayer(nn.Module):
 
 
 class CellAttention(nn.Module):
-    """Transformer over the cells of the board, read out at the head: (B, cells, 4) and places -> (B, width)."""
+    """Transformer over the cells of the board, `EgocentricView.tokens`, read out at the head."""
 
     def __init__(self, view: EgocentricView, width: int, sdpa: list[SDPBackend], device: torch.device) -> None:
         super().__init__()
-        self.middle = view.side**2 // 2
-        self.embed = nn.Linear(view.PLANES, width, device=device)
-        self.position = nn.Embedding(view.side**2, width, device=device)
+        self.code, self.place = (nn.Embedding(n, width, device=device) for n in (view.CODES, view.side**2))
         self.layers = nn.Sequential(*(AttentionLayer(width, sdpa, device) for _ in range(2)))
         self.norm = nn.LayerNorm(width, device=device)
 
-    def forward(self, cells: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        x = self.layers(self.embed(cells) + self.position(place))
-        head = (place == self.middle).byte().argmax(1)
-        return self.norm(x[torch.arange(len(x), device=x.device), head])
+    def forward(self, codes: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.layers(self.code(codes) + self.place(place)))
+        return (x * (codes == HEAD)[..., None]).sum(1)
 
 
 def pick_sdpa(args: Args, dtype: torch.dtype, device: torch.device) -> list[SDPBackend]:
@@ -320,15 +351,10 @@ class QNetwork(nn.Module):
         super().__init__()
         board, width = rules_of(args).board, args.hidden_size
         view = EgocentricView(board, device)
-        self.see = view.tokens if args.network == "attention" else view.features
         if args.network == "attention":
-            self.trunk = CellAttention(view, width, sdpa, device)
+            self.see, self.trunk = view.tokens, CellAttention(view, width, sdpa, device)
         else:
-            features = self.see(torch.full((1, *board), HEAD, dtype=torch.uint8, device=device))[0].shape[1]
-            layers = []
-            for inputs in (features, width):
-                layers += [nn.Linear(inputs, width, device=device), nn.LayerNorm(width, device=device), nn.ReLU()]
-            self.trunk = nn.Sequential(*layers)
+            self.see, self.trunk = view.features, EgocentricMLP(view, width, device)
         self.head = nn.Linear(width, 3 + args.dueling, device=device)
         direction, inside = torch.arange(4, device=device), torch.tensor([1, 2, 1, 0], device=device)
         self.inside = inside[(direction - direction[:, None]) % 4]  # (heading, action) -> output of `head`
@@ -411,15 +437,14 @@ class Replay:
         """obs, action, reward, discount and next_obs of `batch_size` transitions."""
         index = torch.randint(2**62, (batch_size,), generator=generator, device=self.row.device)
         index %= self.size * self.num_envs
-        return [
-            ring.flatten(0, 1)[index] for ring in (self.obs, self.action, self.reward, self.discount, self.next_obs)
-        ]
+        rings = self.obs, self.action, self.reward, self.discount, self.next_obs
+        return [ring.flatten(0, 1)[index] for ring in rings]
 
 
 @torch.no_grad()
 def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
     """Play `episodes` greedy games, one per lane, each to its end, with food that no training seed has seen."""
-    envs = make_envs(args, episodes, device, seed=2**31)
+    envs = make_envs(args, episodes, device, EVAL_SEED)
     obs, step = envs.reset(), 0
     action, score = (torch.zeros(episodes, dtype=torch.int64, device=device) for _ in range(2))
     won, done = (torch.zeros(episodes, dtype=torch.bool, device=device) for _ in range(2))
@@ -445,20 +470,29 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
 @torch.no_grad()
 def play(q_network: QNetwork, args: Args, device: torch.device, render_mode: str) -> Iterator[np.ndarray | str]:
     """Frames of one greedy game, played by the rule book."""
-    rules = rules_of(args)
-    env = SnakeEnv(render_mode, board=rules.board, start_length=rules.start_length)
-    obs, done = env.reset(seed=args.seed)[0], False
+    env, done = SnakeEnv(render_mode, **vars(rules_of(args))), False
+    env.reset(seed=EVAL_SEED)
     yield env.render()
     while not done:
-        action = q_network(torch.as_tensor(obs, device=device)[None]).argmax().item()
-        obs, _, terminated, truncated, _ = env.step(action)
+        action = q_network(torch.as_tensor(env.codes(), device=device)[None]).argmax().item()
+        _, _, terminated, truncated, _ = env.step(action)
         done = terminated or truncated
         yield env.render()
 
 
+def write_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    first, *others = (Image.fromarray(frame) for frame in play(q_network, args, device, "rgb_array"))
+    first.save(folder / "snake.gif", save_all=True, append_images=others, duration=80, loop=0)
+    return folder / "snake.gif"
+
+
 def show(q_network: QNetwork, args: Args, saved: dict, device: torch.device) -> dict[str, float]:
     """--evaluate: one game in the terminal (--render), or the scores of many."""
-    q_network.load_state_dict({name: saved[f"q_network.{name}"] for name in q_network.state_dict()})
+    try:
+        q_network.load_state_dict({name: saved[f"q_network.{name}"] for name in q_network.state_dict()})
+    except (KeyError, RuntimeError):
+        refuse(f"--evaluate {args.evaluate}: --network, --hidden-size, --dueling and --board must be as they were")
     if args.render:
         for frame in play(q_network, args, device, "ansi"):
             print(f"\033[H\033[J{frame}", flush=True)
@@ -469,7 +503,7 @@ def show(q_network: QNetwork, args: Args, saved: dict, device: torch.device) -> 
     return scores
 
 
-# -------------------------------------------------------------------------- blocks that all scripts share, letter for letter
+# --------------------------------------------------------------- blocks that all scripts share, letter for letter
 
 
 def refuse(message: str) -> NoReturn:
@@ -603,6 +637,15 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
     return path, state
 
 
+def gpu_load(device: torch.device) -> dict[str, float]:
+    """Share of time the GPU was busy, where NVML can be imported, and GiB held."""
+    load = {"perf/gpu_mem_gib": torch.cuda.memory_allocated(device) / 2**30}
+    try:
+        return load | {"perf/gpu_util": torch.cuda.utilization(device)}
+    except (ImportError, RuntimeError):
+        return load
+
+
 def machine(device: torch.device) -> dict[str, str | float]:
     """What a result depends on besides the flags."""
     commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -627,6 +670,22 @@ def main(args: Args) -> dict:
     if args.evaluate:
         return show(q_network, args, load_checkpoint("--evaluate", args.evaluate, args.run_dir)[1], device)
 
+    # --- what a run is made of ------------------------------------------------------------------------------------
+    target_network = QNetwork(args, sdpa, device).requires_grad_(False)
+    target_network.load_state_dict(q_network.state_dict())
+    weights, target_weights = list(q_network.parameters()), list(target_network.parameters())
+    learning_rate = torch.tensor(args.learning_rate, device=device)
+    graphs = args.cudagraph and device.type == "cuda"
+    optimizer = torch.optim.Adam(weights, lr=learning_rate, fused=True, capturable=graphs)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    envs = make_envs(args, args.num_envs, device, args.seed)
+    obs = envs.reset()  # the environment's own buffer: every step overwrites it
+    replay = Replay(args, envs, device)
+    epsilon = torch.tensor(args.start_e, device=device)
+    learned = torch.zeros(6, device=device)  # updates; since the last log: loss, q, skipped; skipped in a row, stuck at
+    watch = Stopwatch(device)
+
     # --- run folder -----------------------------------------------------------------------------------------------
     folder = Path(args.run_dir) / (args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
     if args.resume:
@@ -638,21 +697,22 @@ def main(args: Args) -> dict:
     except OSError as error:
         refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
 
-    # --- what a run is made of ------------------------------------------------------------------------------------
-    target_network = QNetwork(args, sdpa, device).requires_grad_(False)
-    target_network.load_state_dict(q_network.state_dict())
-    weights, target_weights = list(q_network.parameters()), list(target_network.parameters())
-    learning_rate = torch.tensor(args.learning_rate, device=device)
-    optimizer = torch.optim.Adam(weights, lr=learning_rate, fused=True, capturable=args.cudagraph)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    generator = torch.Generator(device).manual_seed(args.seed)
-    envs = make_envs(args, args.num_envs, device, args.seed)
-    obs = envs.reset()  # the environment's own buffer: every step overwrites it
-    replay = Replay(args, envs, device)
-    epsilon = torch.tensor(args.start_e, device=device)
-    learned = torch.zeros(6, device=device)  # updates; since the last log: loss, q, skipped; skipped in a row, stuck at
-    watch = Stopwatch(device)
+    if args.wandb:
+        try:
+            import wandb
+        except ImportError:
+            refuse("--wandb: its package is missing; pip install wandb")
+        wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
+    profiler = None
+    if args.profile:
+        profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=100, warmup=5, active=20))
+        profiler.start()
 
+    interrupts = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # the second one ends the program at once
+        signal.signal(number, lambda number, _: (interrupts.append(number), signal.signal(number, signal.SIG_DFL)))
+
+    # --- acting and learning --------------------------------------------------------------------------------------
     def autocast() -> torch.autocast:
         # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
         return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
@@ -713,7 +773,7 @@ def main(args: Args) -> dict:
             tensor.copy_(saved[name])
         generator.set_state(saved["generator"])
 
-    # --- switches: they wrap `policy`, `loss_of`, `rollout` and `update`, and their warm-up is undone -------------------
+    # --- switches: they wrap `policy`, `loss_of`, `rollout` and `update`; their warm-up is undone -----------------
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     optimizer.step()  # with no gradient this only makes Adam's state, which has to exist before a capture
@@ -725,14 +785,14 @@ def main(args: Args) -> dict:
         rollout()
         policy_step = compiled(policy, args.compile_mode, obs)
         loss_step = compiled(loss_of, args.compile_mode, *replay.sample(args.batch_size, generator))
-    if args.cudagraph and device.type == "cuda":
+    if graphs:
         rollout, update = captured(rollout, generator), captured(update, generator)
     elif args.cudagraph:
         print("--cudagraph: needs CUDA; the loop runs without graphs")
     restore(fresh)
     replay.row.zero_(), replay.size.zero_()
 
-    # --- a new run, or the rest of one ------------------------------------------------------------------------------
+    # --- a new run, or the rest of one --------------------------------------------------------------------------
     global_step, updates, owed, seconds_before = 0, 0, 0.0, 0.0
     if args.resume:
         try:
@@ -742,32 +802,19 @@ def main(args: Args) -> dict:
             else:
                 print("the replay starts empty: the checkpoint was made without --checkpoint-replay")
         except (KeyError, RuntimeError):
-            refuse(
-                f"--resume {args.resume}: --network, --hidden-size, --dueling, --board and --num-envs must be as they were"
-            )
+            refuse(f"--resume {args.resume}: --network, --board, --num-envs, ... must be as they were")
         scaler.load_state_dict(saved["scaler"])
         global_step, updates, owed, seconds_before = saved["counters"]
     first_step, first_update = logged_step, logged_update = global_step, updates
     held, scores = replay.size.item() * args.num_envs, {}
-
-    if args.wandb:
-        try:
-            import wandb
-        except ImportError:
-            refuse("--wandb: the package is missing; pip install wandb")
-        wandb.init(project="snake", name=folder.name, config=vars(args), sync_tensorboard=True)
     writer = SummaryWriter(folder, purge_step=global_step)
     writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
     writer.add_scalar("perf/warmup_s", time.perf_counter() - started, global_step)
-    profiler = (
-        torch.profiler.profile(schedule=torch.profiler.schedule(wait=100, warmup=5, active=20))
-        if args.profile
-        else None
-    )
     precision = str(dtype).removeprefix("torch.")
-    print(f"{folder}: {machine(device)['device']}, {precision}; {args.num_envs} games at once, an update on {args.batch_size} "
-          f"transitions every {args.batch_size / args.replay_ratio:g} steps (replay ratio {args.replay_ratio:g}), learning "
-          f"rate {args.learning_rate:.2g}, tau {args.tau:.2g}, replay of {replay.rows * args.num_envs:,} transitions")  # fmt: skip
+    print(f"{folder} on {machine(device)['device']} in {precision}")
+    every = f"every {args.batch_size / args.replay_ratio:g} steps (replay ratio {args.replay_ratio:g})"
+    learns = f"an update on {args.batch_size} of the last {replay.rows * args.num_envs:,} transitions"
+    print(f"{args.num_envs} games; {every} {learns}; learning rate {args.learning_rate:.2g}, tau {args.tau:.2g}")
 
     def elapsed() -> float:
         return seconds_before + time.perf_counter() - started
@@ -775,49 +822,40 @@ def main(args: Args) -> dict:
     def progress() -> float:
         return max(global_step / (args.total_timesteps or math.inf), elapsed() / (args.max_seconds or math.inf))
 
-    due_at = {what: elapsed() + getattr(args, f"{what}_every") for what in ("log", "eval", "checkpoint")}
-
     def due(what: str) -> bool:
         every = getattr(args, f"{what}_every")
-        if every == 0 or elapsed() < due_at[what]:
+        if every == 0 or elapsed() < last[what] + every:
             return False
-        due_at[what] = elapsed() + every
+        last[what] = elapsed()
         return True
 
     def save() -> None:
         if not all(weight.isfinite().all() for weight in weights):
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        counters = {"counters": [global_step, updates, owed, elapsed()], "script": SCRIPT, "args": vars(args)}
-        randomness = {"generator": generator.get_state(), "scaler": scaler.state_dict()}
-        kept = replay.state_dict() if args.checkpoint_replay else {}
-        save_checkpoint(folder / "checkpoint.pt", state() | kept | randomness | counters)
-
-    def evaluate_and_log(episodes: int) -> dict[str, float]:
-        scores = evaluate(q_network, args, episodes, device)
-        for name, value in scores.items():
-            writer.add_scalar(name.replace("_", "/", 1), value, global_step)
-        return scores
+        others = replay.state_dict() if args.checkpoint_replay else {}
+        others |= {"generator": generator.get_state(), "scaler": scaler.state_dict()}
+        others |= {"script": SCRIPT, "args": vars(args), "counters": [global_step, updates, owed, elapsed()]}
+        save_checkpoint(folder / "checkpoint.pt", state() | others)
 
     def log() -> None:
         seconds = watch.read()
         steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
-        finished, score, length, returned = (envs.finished / envs.finished[0].clamp(min=1)).tolist()
+        games, score, length, returned = (envs.finished / envs.finished[0].clamp(min=1)).tolist()
         _, loss, q, skipped, _, stuck_at = learned.tolist()
         envs.finished.zero_()
         learned[1:4] = 0
-        samples = learns * args.batch_size
         scalars = {
             "charts/SPS": steps / wall,
             "charts/updates_per_second": learns / wall,
-            "charts/samples_per_second": samples / wall,
-            "charts/replay_ratio": samples / steps,
+            "charts/samples_per_second": learns * args.batch_size / wall,
+            "charts/replay_ratio": learns * args.batch_size / steps,
             "charts/epsilon": epsilon.item(),
             "losses/learning_rate": learning_rate.item(),
             "losses/skipped_updates": skipped,
             "perf/rollout_fraction": 1 - seconds["learn"] / wall,
-            **{f"perf/{phase}_ms": 1000 * spent / (steps / args.num_envs) for phase, spent in seconds.items()},
         }
-        if finished:
+        scalars |= {f"perf/{phase}_ms": 1000 * spent * args.num_envs / steps for phase, spent in seconds.items()}
+        if games:
             scalars |= {"charts/score": score, "charts/episodic_length": length, "charts/episodic_return": returned}
         if learns:
             scalars |= {"losses/td_loss": loss / learns, "losses/q_values": q / learns}
@@ -825,19 +863,24 @@ def main(args: Args) -> dict:
             scalars |= gpu_load(device)
         for tag, value in scalars.items():
             writer.add_scalar(tag, value, global_step)
-        print(f"{progress():4.0%}  step {global_step:>11,}  score {score:5.1f}  evaluated {scores.get('eval_score_mean', 0):5.1f}  "
-              f"SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}  epsilon {epsilon:.3f}",
-              end="\r" if sys.stdout.isatty() else "\n", flush=True)  # fmt: skip
+        line = f"{progress():4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}"
+        line += f"  epsilon {epsilon:.3f}  score {score:5.1f}  greedy {scores.get('eval_score_mean', math.nan):5.1f}"
+        print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
         if stuck_at:
-            refuse(f"--learning-rate {args.learning_rate:g}: ten updates in a row were not finite, the first was number "
-                   f"{stuck_at - 9:.0f}; a lower one works")  # fmt: skip
+            first = f"ten updates in a row, the first number {stuck_at - 9:.0f}, were not finite and were skipped"
+            refuse(f"--learning-rate {args.learning_rate:g}: {first}; a lower one works")
+
+    def test(episodes: int) -> dict[str, float]:
+        scores = evaluate(q_network, args, episodes, device)
+        for name, value in scores.items():
+            writer.add_scalar(name.replace("_", "/", 1), value, global_step)
+        return scores
 
     # --- the loop -------------------------------------------------------------------------------------------------
-    interrupted = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: (interrupted.append(number), signal.signal(number, signal.SIG_DFL)))
+    last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
+    watch.marks.clear()
     watch.mark()
-    while progress() < 1 and not interrupted:
+    while progress() < 1 and not interrupts:
         # 1 act and step, 2 store
         epsilon.fill_(epsilon_at(progress(), args.start_e, args.end_e, args.exploration_fraction))
         rollout()
@@ -846,10 +889,10 @@ def main(args: Args) -> dict:
         watch.mark("rollout")
 
         # 3 learn
-        if held >= args.learning_starts:
-            owed += args.replay_ratio * args.num_envs
         if args.anneal_lr:
             learning_rate.fill_(args.learning_rate * 0.1 ** min(progress(), 1))
+        if held >= args.learning_starts:
+            owed += args.replay_ratio * args.num_envs
         while owed >= args.batch_size:
             update()
             owed -= args.batch_size
@@ -864,7 +907,7 @@ def main(args: Args) -> dict:
             logged_step, logged_update = global_step, updates
             watch.mark("log")
         if due("eval"):
-            scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+            scores = test(max(args.eval_episodes // 10, 1))
             watch.mark()
         if due("checkpoint"):
             save()
@@ -875,43 +918,37 @@ def main(args: Args) -> dict:
     # --- the end --------------------------------------------------------------------------------------------------
     if global_step > logged_step:
         log()
-    wall_seconds = elapsed()
+    wall_seconds, busy = elapsed(), sum(watch.total.values()) or math.inf
     save()
     print()
-    if interrupted:
-        print(f"stopped and saved; python {SCRIPT}.py --resume {folder} goes on")
+    if interrupts:
+        print(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
     else:
-        scores = evaluate_and_log(args.eval_episodes)
+        scores = test(args.eval_episodes)
         print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
         if args.video:
-            (folder / "videos").mkdir(exist_ok=True)
-            first, *others = (Image.fromarray(frame) for frame in play(q_network, args, device, "rgb_array"))
-            first.save(folder / "videos" / "snake.gif", save_all=True, append_images=others, duration=80, loop=0)
-            print(f"a game as a picture: {folder / 'videos' / 'snake.gif'}")
+            print(write_gif(q_network, args, device, folder / "videos"))
         print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
     if profiler:
+        profiler.stop()
         profiler.export_chrome_trace(str(folder / "profile.json"))
-    busy, steps, samples = (
-        sum(watch.total.values()),
-        global_step - first_step,
-        (updates - first_update) * args.batch_size,
-    )
+    steps, learns = global_step - first_step, updates - first_update
     summary = {
         "script": SCRIPT,
+        **machine(device),
         "precision": precision,
         "compiled": loss_step is not loss_of,
-        "cudagraph": args.cudagraph and device.type == "cuda",
+        "cudagraph": graphs,
         "sdpa": sdpa[0].name.lower() if sdpa else None,
         "env_steps": global_step,
         "wall_seconds": wall_seconds,
         "env_steps_per_second": steps / busy,
-        "updates_per_second": (updates - first_update) / busy,
-        "samples_per_second": samples / busy,
-        "replay_ratio": samples / steps,
+        "updates_per_second": learns / busy,
+        "samples_per_second": learns * args.batch_size / busy,
+        "replay_ratio": learns * args.batch_size / max(steps, 1),
         "rollout_fraction": 1 - watch.total["learn"] / busy,
         "train_fraction": watch.total["learn"] / busy,
         **scores,
-        **machine(device),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     writer.close()
@@ -924,13 +961,18 @@ def parse() -> Args:
     name = args.resume or args.evaluate
     if name:
         saved = load_checkpoint("--resume" if args.resume else "--evaluate", name, args.run_dir)[1]["args"]
-        args = tyro.cli(Args, default=Args(**saved), description=__doc__)
+        try:
+            args = tyro.cli(Args, default=Args(**saved), description=__doc__)
+        except TypeError as error:
+            refuse(f"{name}: made by another version of {SCRIPT}.py ({error})")
     return args
 
 
 if __name__ == "__main__":
     try:
         main(parse())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     except RuntimeError as error:
         if "memory" not in str(error):
             raise

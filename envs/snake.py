@@ -53,6 +53,8 @@ class Rules:
     """"codes" (the ten above), "blocks" (0 empty, 1 body, 2 head, 3 food) or "onehot" (snake, food, empty planes)"""
 
     def __post_init__(self) -> None:
+        if len(self.board) != 2:
+            raise ValueError("a board has rows and columns")
         rows, columns = self.board
         if not (4 <= rows <= 64 and 4 <= columns <= 64):
             raise ValueError(f"board {rows}x{columns}: each side must be 4 to 64")
@@ -288,8 +290,8 @@ class SnakeBatch:
     `reset() -> obs` and `step(action) -> (obs, reward, terminated, truncated, info)`: `action` (N,) int64, `obs`
     (N, rows, columns) uint8 codes, `reward` (N,) float32, the rest (N,) bool. A finished game starts anew in the same
     step. `info["final_obs"]` is what each game looked like before that; `info` also holds its `score`, `length`,
-    `return` and whether it was `won` as of then. Both observations are the environment's own buffers and are overwritten by
-    the next step. No step synchronises with the host; on CUDA all shapes are fixed, so a step can be graph-captured.
+    `return` and whether it was `won` as of then. Both observations are the environment's own buffers, overwritten by
+    the next step. No step waits for the device; on CUDA all shapes are fixed, so that a graph can capture it.
     """
 
     def __init__(self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0, **rules: Any) -> None:
@@ -411,16 +413,23 @@ class SnakeBatch:
         return _hash(self.key[lanes] + self.draws[lanes])
 
     def _place_food(self, lanes: torch.Tensor, mask: torch.Tensor) -> None:
-        """Food takes a free cell out of the list; the last of the list fills the gap. Masked lanes use the spare."""
-        codes, free, slot, spare = self.codes.view(-1), self.free.view(-1), self.slot.view(-1), self.rules.cells
-        base, free_base, num_free = self.base[lanes], self.free_base[lanes], self.num_free[lanes]
-        pick = torch.where(mask, self._draw(lanes, mask) % num_free.clamp(min=1), spare)
-        cell_at = base + free[free_base + pick]
-        last = free[free_base + torch.where(mask, num_free - 1, spare)]
-        free[free_base + pick] = last
+        """Food takes a free cell out of the list; the last of the list fills the gap."""
+        codes, free, slot = self.codes.view(-1), self.free.view(-1), self.slot.view(-1)
+        base, free_base, num_free, head = (
+            self.base[lanes],
+            self.free_base[lanes],
+            self.num_free[lanes],
+            self.head[lanes],
+        )
+        pick = self._draw(lanes, mask) % num_free.clamp(min=1)
+        # Where the mask is off, the head stands in for both cells: it is not free, and what is written there is so too.
+        cell = torch.where(mask, free[free_base + pick], head)
+        last = torch.where(mask, free[free_base + (num_free - 1).clamp(min=0)], head)
+        pick = torch.where(mask, pick, self.rules.cells)
+        free[free_base + pick] = last.short()
         slot[base + last] = pick.short()
-        slot[cell_at] = spare
-        codes[cell_at] = torch.where(mask, FOOD, codes[cell_at])
+        slot[base + cell] = self.rules.cells
+        codes[base + cell] = torch.where(mask, FOOD, codes[base + cell])
         self.num_free[lanes] -= mask.long()
 
     def _start(self, lanes: torch.Tensor, mask: torch.Tensor) -> None:
