@@ -4,6 +4,8 @@
     python dqn_snake.py --batch-size 8192 --bf16    # large batches, made for a GPU
     python dqn_snake.py --evaluate latest --render  # watch the last agent play
 
+On two CPU cores the agent eats about 39 food a game after one minute and over 50 after ten (benchmarks.md).
+
 To read it: `EgocentricView` and `QNetwork` are what learns, `td_target` is what it learns, `Replay` is what from, and
 the loop in `main` is when. The rest is switches and bookkeeping.
 """
@@ -20,6 +22,7 @@ import timeit
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -205,89 +208,71 @@ def make_envs(args: Args, num_envs: int, device: torch.device, seed: int) -> Sna
 class EgocentricView:
     """The board as the snake sees it: turned so that it heads up, moved so that its head is in the middle.
 
-    It has no parameters. Its S x S places, S = 2 * longest side - 1, are numbered row by row.
+    It has no parameters. From codes (B, rows, columns) it makes
+    - seen (B, 3, spots): is a cell free, and does a body cell's way to the head go ahead (1, or -1 for back) and to the
+      right; all 0 off the board. A spot is one cell near the head, or a block of them, all around it: its sum / BLOCK;
+    - food (B,): its place among the S x S cells around the head, S = 2 * longest side - 1;
+    - heading (B,).
     """
 
-    NEAR, BLOCK, CODES = 4, 3, 7  # cells around the head seen one by one; side of the blocks; codes left once turned
+    NEAR, BLOCK = 4, 3  # cells in each direction that are seen one by one; side of the blocks
 
     def __init__(self, board: tuple[int, int], device: torch.device) -> None:
         self.radius, self.side = max(board) - 1, 2 * max(board) - 1
         xy = torch.cartesian_prod(torch.arange(board[0]), torch.arange(board[1])).flip(1)
+        ringed = torch.cartesian_prod(torch.arange(-1, board[0] + 1), torch.arange(-1, board[1] + 1)).flip(1)
         ahead = torch.tensor(MOVES).flip(1)  # (heading, xy)
         turn = torch.stack([ahead, ahead.roll(-1, 0)], 1)  # (heading, ahead and right, xy)
         steps = torch.arange(-self.radius, self.radius + 1)
-        places = torch.cartesian_prod(steps, steps)
+        around = torch.cartesian_prod(steps, steps)
 
         def window(seen: torch.Tensor, ring: int) -> tuple:
-            """Shape of a board with `ring` more cells around it, and grid_sample's -1 to 1 coordinates over it."""
+            """Shape of the board with `ring` cells around it; where to look, in grid_sample's -1 to 1 over it."""
             shape = (board[0] + 2 * ring, board[1] + 2 * ring)
             unit = 2 / (torch.tensor(shape).flip(0) - 1)
-            return shape, (places[seen] @ turn * unit)[:, None].to(device), ((xy + ring) * unit - 1).to(device)
+            return shape, (around[seen] @ turn * unit)[:, None].to(device), ((xy + ring) * unit - 1).to(device)
 
-        self.near = window(places.abs().amax(1) <= self.NEAR, 0)
-        self.far = window((places % self.BLOCK == 0).all(1), 1)
-        ringed = torch.cartesian_prod(torch.arange(-1, board[0] + 1), torch.arange(-1, board[1] + 1)).flip(1)
+        self.near = window(around.abs().amax(1) <= self.NEAR, 0)
+        self.far = window((around % self.BLOCK == 0).all(1), 1)
+        self.spots = self.near[1].shape[2] + self.far[1].shape[2]
         in_block = (xy[:, None] - ringed).abs().amax(2) <= self.BLOCK // 2
         self.blocks = (in_block / self.BLOCK).to(device)  # (cells, ringed cells): planes @ blocks are sums over blocks
-        heading, code = torch.arange(4)[:, None], torch.arange(10)
-        turned = torch.where(code < BODY, code, (code - BODY - heading) % 4 + BODY).where(code < HEAD, HEAD)
-        planes = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, -1, 0], [0, 0, -1], [0, 0, 0]])[turned]
-        self.turned, self.planes = turned.flatten().to(device), planes.flatten(0, 1).float().to(device)
-        self.xy, self.turn = xy.float().to(device), turn.float().to(device)
+        planes = torch.zeros(4, 10, 3)  # (heading, code) -> free, toward ahead, toward right
+        planes[:, :BODY, 0] = 1
+        planes[:, BODY:HEAD, 1:] = (turn.float() @ ahead.float().T).mT
+        self.planes, self.xy, self.turn = planes.view(40, 3).to(device), xy.float().to(device), turn.float().to(device)
 
-    def find(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cell of the head and heading, both (B,), in codes (B, cells)."""
-        head = (codes >= HEAD).byte().argmax(1)
-        return head, codes.gather(1, head[:, None]).squeeze(1).int() - HEAD
-
-    def place(self, xy: torch.Tensor, head: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
-        """Places (B, n) at which the cells `xy` (B or 1, n, 2) of the board are seen."""
-        ahead, right = ((xy - self.xy[head][:, None]) @ self.turn[heading].mT).long().unbind(2)
-        return (self.radius - ahead) * self.side + self.radius + right
-
-    def features(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For the MLP: what it sees (B, features), the place of the food (B,), the heading (B,).
-
-        Of every cell near the head and every block all around: is it free, and of a body cell how far toward the head
-        lies ahead (1, or -1 for back) and to the right; sums over a block, divided by its side. Outside the board all
-        three are 0.
-        """
+    def __call__(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         codes = obs.flatten(1)
-        head, heading = self.find(codes)
-        planes = F.embedding(codes + 10 * heading[:, None], self.planes).mT
-        seen = []
+        head, food = (codes >= HEAD).byte().argmax(1), (codes == FOOD).byte().argmax(1)
+        heading = codes.gather(1, head[:, None]).squeeze(1).int() - HEAD
+        planes, seen = F.embedding(codes + 10 * heading[:, None], self.planes).mT, []
         for cells, (shape, grid, origin) in ((planes, self.near), (planes @ self.blocks, self.far)):
             grid = grid[heading] + origin[head][:, None, None]
-            seen.append(F.grid_sample(cells.unflatten(2, shape), grid, mode="nearest", align_corners=True).flatten(1))
-        food = (codes == FOOD).byte().argmax(1)
-        return torch.cat(seen, 1), self.place(self.xy[food][:, None], head, heading).squeeze(1), heading
-
-    def tokens(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For attention: turned codes (B, cells), the place of every cell (B, cells), the heading (B,)."""
-        codes = obs.flatten(1)
-        head, heading = self.find(codes)
-        return self.turned[codes + 10 * heading[:, None]], self.place(self.xy, head, heading), heading
+            seen.append(F.grid_sample(cells.unflatten(2, shape), grid, mode="nearest", align_corners=True).flatten(2))
+        ahead, right = (self.turn[heading] @ (self.xy[food] - self.xy[head])[..., None]).long().flatten(1).unbind(1)
+        return torch.cat(seen, 2), (self.radius - ahead) * self.side + self.radius + right, heading
 
 
-class EgocentricMLP(nn.Module):
-    """Two layers over `EgocentricView.features`; the food's place enters as a row of an embedding, not as a plane."""
+class MLP(nn.Module):
+    """Two layers over the view; the food's place enters the first as a row of an embedding, not as one more plane."""
 
     def __init__(self, view: EgocentricView, width: int, device: torch.device) -> None:
         super().__init__()
-        features = (view.near[1].shape[2] + view.far[1].shape[2]) * view.planes.shape[1]
-        self.view = nn.Linear(features, width, device=device)
+        inputs = 3 * view.spots
+        self.view = nn.Linear(inputs, width, device=device)
         self.food = nn.Embedding(view.side**2, width, device=device)
-        nn.init.uniform_(self.food.weight, -(features**-0.5), features**-0.5)  # as if it were a plane of the view
+        nn.init.uniform_(self.food.weight, -(inputs**-0.5), inputs**-0.5)  # as a Linear would start such a plane
         self.norm1, self.norm2 = (nn.LayerNorm(width, device=device) for _ in range(2))
         self.hidden = nn.Linear(width, width, device=device)
 
-    def forward(self, view: torch.Tensor, food: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.norm1(self.view(view) + self.food(food)))
+    def forward(self, seen: torch.Tensor, food: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm1(self.view(seen.flatten(1)) + self.food(food)))
         return F.relu(self.norm2(self.hidden(x)))
 
 
 class AttentionLayer(nn.Module):
-    """Pre-norm transformer layer over (B, cells, width)."""
+    """Pre-norm transformer layer over (B, tokens, width)."""
 
     HEADS = 4
 
@@ -309,33 +294,33 @@ class AttentionLayer(nn.Module):
         return x + self.down(F.relu(self.up(self.norm2(x))))
 
 
-class CellAttention(nn.Module):
-    """Transformer over the cells of the board, `EgocentricView.tokens`, read out at the head."""
+class Attention(nn.Module):
+    """Transformer with a token for every spot of the view and one for the food, which is where it is read out."""
 
     def __init__(self, view: EgocentricView, width: int, sdpa: list[SDPBackend], device: torch.device) -> None:
         super().__init__()
-        self.code, self.place = (nn.Embedding(n, width, device=device) for n in (view.CODES, view.side**2))
+        self.cell, self.spot = nn.Linear(3, width, device=device), nn.Embedding(view.spots, width, device=device)
+        self.food = nn.Embedding(view.side**2, width, device=device)
         self.layers = nn.Sequential(*(AttentionLayer(width, sdpa, device) for _ in range(2)))
         self.norm = nn.LayerNorm(width, device=device)
 
-    def forward(self, codes: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.layers(self.code(codes) + self.place(place)))
-        return (x * (codes == HEAD)[..., None]).sum(1)
+    def forward(self, seen: torch.Tensor, food: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([self.cell(seen.mT) + self.spot.weight, self.food(food)[:, None]], 1)
+        return self.norm(self.layers(tokens)[:, -1])
 
 
-def pick_sdpa(args: Args, dtype: torch.dtype, device: torch.device) -> list[SDPBackend]:
+def pick_sdpa(wanted: str, dtype: torch.dtype, device: torch.device) -> list[SDPBackend]:
     """The attention kernel asked for where it runs, else the first that does. Says which."""
     names = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
-    heads = AttentionLayer.HEADS
-    q = torch.zeros(1, heads, rules_of(args).cells, args.hidden_size // heads, dtype=dtype, device=device)
-    for name in sorted(names, key=lambda name: name != args.sdpa):
+    q = torch.zeros(1, AttentionLayer.HEADS, 16, 16, dtype=dtype, device=device)
+    for name in sorted(names, key=lambda name: name != wanted):
         backend = getattr(SDPBackend, names[name])
         try:
             with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):
                 F.scaled_dot_product_attention(q, q, q)
         except RuntimeError:
             continue
-        asked = "" if args.sdpa in ("auto", name) else f"--sdpa {args.sdpa}: does not run in {dtype} on {device.type}; "
+        asked = "" if wanted in ("auto", name) else f"--sdpa {wanted}: does not run in {dtype} on {device.type}; "
         print(f"{asked}attention runs {'as written out' if name == 'math' else f'in the {name} kernel'}")
         return [backend]
 
@@ -349,19 +334,15 @@ class QNetwork(nn.Module):
 
     def __init__(self, args: Args, sdpa: list[SDPBackend] | None, device: torch.device) -> None:
         super().__init__()
-        board, width = rules_of(args).board, args.hidden_size
-        view = EgocentricView(board, device)
-        if args.network == "attention":
-            self.see, self.trunk = view.tokens, CellAttention(view, width, sdpa, device)
-        else:
-            self.see, self.trunk = view.features, EgocentricMLP(view, width, device)
+        self.see, width = EgocentricView(rules_of(args).board, device), args.hidden_size
+        attention = args.network == "attention"
+        self.trunk = Attention(self.see, width, sdpa, device) if attention else MLP(self.see, width, device)
         self.head = nn.Linear(width, 3 + args.dueling, device=device)
         direction, inside = torch.arange(4, device=device), torch.tensor([1, 2, 1, 0], device=device)
         self.inside = inside[(direction - direction[:, None]) % 4]  # (heading, action) -> output of `head`
 
-    def judge(self, *seen: torch.Tensor) -> torch.Tensor:
-        *features, heading = seen
-        q = self.head(self.trunk(*features)).float()
+    def judge(self, seen: torch.Tensor, food: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
+        q = self.head(self.trunk(seen, food)).float()
         if q.shape[1] == 4:  # dueling: advantages, then the value
             q = q[:, 3:] + q[:, :3] - q[:, :3].mean(1, keepdim=True)
         return q.gather(1, self.inside[heading])
@@ -637,15 +618,6 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
     return path, state
 
 
-def gpu_load(device: torch.device) -> dict[str, float]:
-    """Share of time the GPU was busy, where NVML can be imported, and GiB held."""
-    load = {"perf/gpu_mem_gib": torch.cuda.memory_allocated(device) / 2**30}
-    try:
-        return load | {"perf/gpu_util": torch.cuda.utilization(device)}
-    except (ImportError, RuntimeError):
-        return load
-
-
 def machine(device: torch.device) -> dict[str, str | float]:
     """What a result depends on besides the flags."""
     commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -665,7 +637,7 @@ def main(args: Args) -> dict:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
-    sdpa = pick_sdpa(args, dtype, device) if args.network == "attention" else None
+    sdpa = pick_sdpa(args.sdpa, dtype, device) if args.network == "attention" else None
     q_network = QNetwork(args, sdpa, device)
     if args.evaluate:
         return show(q_network, args, load_checkpoint("--evaluate", args.evaluate, args.run_dir)[1], device)
@@ -860,7 +832,9 @@ def main(args: Args) -> dict:
         if learns:
             scalars |= {"losses/td_loss": loss / learns, "losses/q_values": q / learns}
         if device.type == "cuda":
-            scalars |= gpu_load(device)
+            scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
+            with suppress(ImportError, RuntimeError):  # without NVML
+                scalars["perf/gpu_util"] = torch.cuda.utilization(device)
         for tag, value in scalars.items():
             writer.add_scalar(tag, value, global_step)
         line = f"{progress():4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}"
