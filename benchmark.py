@@ -155,10 +155,9 @@ def suite_update(options: Options, device: torch.device) -> tuple[str, dict]:
 
 def suite_switches(options: Options, device: torch.device) -> tuple[str, dict]:
     """End-to-end steps per second of each switch beside the default, in turn, at the same replay ratio."""
-    seconds = 8 if options.fast else 20
-    base = f"--max-seconds {seconds} --eval-every 0 --eval-episodes 1"
-    switches = ["", "--threads 1", "--bf16", "--compile --max-seconds 75", "--no-double", "--n-step 3", "--dueling"]
-    switches += ["--num-envs 512", "--batch-size 1024", "--batch-size 8192 --bf16", "--network attention"]
+    base = "--max-seconds 8 --eval-every 0 --eval-episodes 1"
+    switches = ["", "--threads 1", "--bf16", "--compile --max-seconds 60", "--num-envs 512", "--batch-size 1024"]
+    switches += ["--network attention"]
     if device.type == "cuda":
         switches += ["--tf32", "--fp16", "--cudagraph", "--cudagraph --bf16", "--cudagraph --compile --bf16"]
     columns = alternate([f"{base} {switch}" for switch in switches], options)

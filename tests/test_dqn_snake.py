@@ -621,6 +621,15 @@ def test_broken_and_hostile_checkpoints_are_refused(run, capsys, tmp_path, monke
     assert error.value.code == 2 and "as they were" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_running_out_of_memory_is_one_line(tmp_path) -> None:
+    flags = f"--batch-size 4000000 --max-seconds 60 --learning-starts 0 --device cpu --threads 1 --run-dir {tmp_path}"
+    command = f"ulimit -v 8000000; exec {sys.executable} dqn_snake.py {flags} --replay-ratio 1e6"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.endswith("a smaller --batch-size, --buffer-size or --num-envs works\n")
+    assert "Traceback" not in done.stderr
+
+
 def test_wandb_missing_is_one_line(run, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SystemExit):

@@ -1,0 +1,65 @@
+"""What keeps the scripts one project: blocks they share letter for letter, commands that work, sections in order."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tyro
+
+import dqn_snake
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = {"dqn_snake.py": dqn_snake}
+SHARED = "refuse refuse_if_too_large pick_device pick_precision compiled Graphed Stopwatch save_checkpoint "
+SHARED += "load_checkpoint machine"
+
+
+def blocks(script: str) -> dict[str, str]:
+    """Source of every top-level function and class."""
+    source = (ROOT / script).read_text()
+    nodes = [node for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return {node.name: ast.get_source_segment(source, node) for node in nodes}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name", SHARED.split())
+def test_shared_blocks_are_the_same_letter_for_letter(script: str, name: str) -> None:
+    assert blocks(script)[name] == blocks("dqn_snake.py")[name]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_imports_no_other_script(script: str) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse((ROOT / script).read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            imported.add(node.module.split(".")[0])
+    assert not imported & {Path(other).stem for other in SCRIPTS}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_sections_stand_in_order(script: str) -> None:
+    source = (ROOT / script).read_text()
+    order = ["class Args", "def make_envs", "(nn.Module)", "def td_target", "class Replay", "def evaluate"]
+    order += ["def refuse", "def main", "# 1 act and step", "# 3 learn", "# 4 log, evaluate, save", "if __name__"]
+    places = [source.index(mark) for mark in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks.md", *SCRIPTS])
+def test_every_command_that_is_shown_is_understood(page: str) -> None:
+    shown = re.findall(r"python (\w+\.py)([^\n`&|]*)", (ROOT / page).read_text())
+    for script, flags in shown:
+        if script in SCRIPTS:
+            tyro.cli(SCRIPTS[script].Args, args=shlex.split(flags, comments=True))
+        else:
+            assert (ROOT / script).exists()
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    command = "pip install -r requirements-dev.txt && ruff check && ruff format --check && python -m pytest"
+    assert command in (ROOT / "README.md").read_text()
+    assert command in (ROOT / ".ci" / "run").read_text().replace(" --quiet", "")
