@@ -4,7 +4,7 @@
     python dqn_snake.py --batch-size 8192 --bf16    # large batches, made for a GPU
     python dqn_snake.py --evaluate latest --render  # watch the last agent play
 
-On two CPU cores the agent eats about 39 food a game after one minute and over 50 after ten (benchmarks.md).
+On two CPU cores the agent eats about 39 food a game after one minute and 57 after ten (benchmarks.md).
 
 To read it: `EgocentricView` and `QNetwork` are what learns, `td_target` is what it learns, `Replay` is what from, and
 the loop in `main` is when. The rest is switches and bookkeeping.
@@ -71,9 +71,9 @@ class Args:
 
     # Algorithm
     network: Literal["mlp", "attention"] = "mlp"
-    """mlp over the turned view, or a transformer over the cells of the board"""
+    """an MLP over the egocentric view, or a transformer with a token for each of its spots"""
     hidden_size: int | None = None
-    """width of its layers (None: 512 for the MLP, 64 for attention)"""
+    """width of its layers (None: 512 for mlp, 64 for attention)"""
     learning_rate: float | None = None
     """Adam's step size (None: 1e-3 at batch 256, growing with the square root of the batch size)"""
     anneal_lr: bool = True
@@ -143,11 +143,11 @@ class Args:
     render: bool = False
     """with --evaluate: play one game in the terminal"""
     video: bool = True
-    """write a GIF of a game at the end"""
+    """write a GIF of a game at the end, or with --evaluate"""
     wandb: bool = False
     """mirror TensorBoard to Weights & Biases (pip install wandb)"""
     profile: bool = False
-    """write a torch profiler trace of 20 rounds of the loop into the run folder"""
+    """write a torch profiler trace of 20 rounds of the loop, and its longest operations, into the run folder"""
 
 
 DEFAULTS = {  # of flags that are None
@@ -395,7 +395,7 @@ class Replay:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         names = "obs next_obs action reward discount row size".split()
-        return {f"replay.{name}": getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
         for name, tensor in self.state_dict().items():
@@ -468,10 +468,11 @@ def write_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Pat
     return folder / "snake.gif"
 
 
-def show(q_network: QNetwork, args: Args, saved: dict, device: torch.device) -> dict[str, float]:
-    """--evaluate: one game in the terminal (--render), or the scores of many."""
+def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, float]:
+    """--evaluate: one game in the terminal (--render), or the scores of many and a GIF (--video)."""
+    path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
     try:
-        q_network.load_state_dict({name: saved[f"q_network.{name}"] for name in q_network.state_dict()})
+        q_network.load_state_dict(saved["q_network"])
     except (KeyError, RuntimeError):
         refuse(f"--evaluate {args.evaluate}: --network, --hidden-size, --dueling and --board must be as they were")
     if args.render:
@@ -481,6 +482,8 @@ def show(q_network: QNetwork, args: Args, saved: dict, device: torch.device) -> 
         return {}
     scores = evaluate(q_network, args, args.eval_episodes, device)
     print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
+    if args.video:
+        print(write_gif(q_network, args, device, path.parent / "videos"))
     return scores
 
 
@@ -540,19 +543,32 @@ def compiled(function: Callable, mode: str, *example: torch.Tensor) -> Callable:
         return function
 
 
-def captured(function: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
-    """`function` as one CUDA graph. It may use only tensors that live on, and has run a few times when this returns."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
+class Graphed:
+    """`function` without arguments or result, replayed as a CUDA graph. Every call has its effect exactly once.
+
+    The first three calls run it as it is, which makes what it allocates only once. It may use nothing but tensors that
+    live on, and numbers that never change.
+    """
+
+    def __init__(self, function: Callable[[], None], generator: torch.Generator, watch: "Stopwatch") -> None:
+        self.function, self.generator, self.watch = function, generator, watch
+        self.calls, self.graph = 0, torch.cuda.CUDAGraph()
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls <= 3:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.function()
+            torch.cuda.current_stream().wait_stream(stream)
+            return
+        if self.calls == 4:
+            self.graph.register_generator_state(self.generator)
+            with torch.cuda.graph(self.graph):
+                self.function()
+            self.watch.mark()  # capturing counts nowhere
+        self.graph.replay()
 
 
 class Stopwatch:
@@ -609,7 +625,8 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
     if not path.is_file():
         refuse(f"{flag} {name}: there is no {path}; a checkpoint, a run folder or latest works")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):
+            state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             raise ValueError(f"it is one of {state['script']}.py")
     except Exception as error:
@@ -640,14 +657,14 @@ def main(args: Args) -> dict:
     sdpa = pick_sdpa(args.sdpa, dtype, device) if args.network == "attention" else None
     q_network = QNetwork(args, sdpa, device)
     if args.evaluate:
-        return show(q_network, args, load_checkpoint("--evaluate", args.evaluate, args.run_dir)[1], device)
+        return show(q_network, args, device)
 
     # --- what a run is made of ------------------------------------------------------------------------------------
     target_network = QNetwork(args, sdpa, device).requires_grad_(False)
     target_network.load_state_dict(q_network.state_dict())
     weights, target_weights = list(q_network.parameters()), list(target_network.parameters())
-    learning_rate = torch.tensor(args.learning_rate, device=device)
     graphs = args.cudagraph and device.type == "cuda"
+    learning_rate = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.Adam(weights, lr=learning_rate, fused=True, capturable=graphs)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     generator = torch.Generator(device).manual_seed(args.seed)
@@ -655,7 +672,7 @@ def main(args: Args) -> dict:
     obs = envs.reset()  # the environment's own buffer: every step overwrites it
     replay = Replay(args, envs, device)
     epsilon = torch.tensor(args.start_e, device=device)
-    learned = torch.zeros(6, device=device)  # updates; since the last log: loss, q, skipped; skipped in a row, stuck at
+    learned = torch.zeros(4, device=device)  # since the last log: loss, q, updates skipped; and skipped in a row
     watch = Stopwatch(device)
 
     # --- run folder -----------------------------------------------------------------------------------------------
@@ -725,58 +742,39 @@ def main(args: Args) -> dict:
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         finite = nn.utils.clip_grad_norm_(weights, args.max_grad_norm).isfinite()
-        optimizer.found_inf = 1 - finite.float()  # at 1, fused Adam leaves weights and moments as they are
+        optimizer.found_inf = skipped = 1 - finite.float()  # at 1, fused Adam leaves weights and moments as they are
         scaler.step(optimizer)
         scaler.update()
-        learned[:4] += torch.stack([torch.ones_like(q), torch.where(finite, loss.detach(), 0), q, 1 - finite.float()])
-        learned[4] = (learned[4] + 1) * ~finite
-        learned[5] = torch.where(learned[4] == 10, learned[0], learned[5])
+        learned[:3] += torch.stack([torch.where(finite, loss.detach(), 0), q, skipped])
+        learned[3] = torch.where(finite & (learned[3] < 10), 0, learned[3] + 1)  # from ten on it only grows
 
-    def state() -> dict[str, torch.Tensor]:
-        """All a run changes but the replay. It is restored in place, since captured graphs point at these tensors."""
-        parts = {"q_network": q_network.state_dict(), "target_network": target_network.state_dict()}
-        parts |= {f"adam.{i}": optimizer.state[weight] for i, weight in enumerate(weights)}
-        parts |= {"envs": envs.state_dict(), "sums": {"learned": learned}}
-        return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
-
-    @torch.no_grad()
-    def restore(saved: dict[str, torch.Tensor]) -> None:
-        for name, tensor in state().items():
-            tensor.copy_(saved[name])
-        generator.set_state(saved["generator"])
-
-    # --- switches: they wrap `policy`, `loss_of`, `rollout` and `update`; their warm-up is undone -----------------
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()  # with no gradient this only makes Adam's state, which has to exist before a capture
-    for weight in weights:
-        optimizer.state[weight]["step"].zero_()
-    fresh = {name: tensor.clone() for name, tensor in state().items()} | {"generator": generator.get_state()}
+    # --- switches: they wrap `policy`, `loss_of`, `rollout` and `update` ------------------------------------------
     policy_step, loss_step = policy, loss_of
     if args.compile:
-        rollout()
+        some, zeros = obs[torch.arange(args.batch_size) % args.num_envs], torch.zeros(args.batch_size, device=device)
         policy_step = compiled(policy, args.compile_mode, obs)
-        loss_step = compiled(loss_of, args.compile_mode, *replay.sample(args.batch_size, generator))
+        loss_step = compiled(loss_of, args.compile_mode, some, zeros.to(torch.int8), zeros, zeros, some)
     if graphs:
-        rollout, update = captured(rollout, generator), captured(update, generator)
+        rollout, update = Graphed(rollout, generator, watch), Graphed(update, generator, watch)
     elif args.cudagraph:
         print("--cudagraph: needs CUDA; the loop runs without graphs")
-    restore(fresh)
-    replay.row.zero_(), replay.size.zero_()
 
-    # --- a new run, or the rest of one --------------------------------------------------------------------------
+    # --- a new run, or the rest of one ----------------------------------------------------------------------------
+    stateful = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "scaler": scaler}
+    stateful |= {"envs": envs} | ({"replay": replay} if args.checkpoint_replay else {})
     global_step, updates, owed, seconds_before = 0, 0, 0.0, 0.0
     if args.resume:
         try:
-            restore(saved)
-            if "replay.obs" in saved:
-                replay.load_state_dict(saved)
-            else:
-                print("the replay starts empty: the checkpoint was made without --checkpoint-replay")
-        except (KeyError, RuntimeError):
-            refuse(f"--resume {args.resume}: --network, --board, --num-envs, ... must be as they were")
-        scaler.load_state_dict(saved["scaler"])
+            for name, part in stateful.items():
+                part.load_state_dict(saved[name])
+        except (KeyError, RuntimeError, ValueError):
+            flags = "--network, --hidden-size, --dueling, --board, --num-envs and --checkpoint-replay"
+            refuse(f"--resume {args.resume}: {flags} must be as they were")
+        optimizer.param_groups[0].update(lr=learning_rate, capturable=graphs)  # loading put in the other run's
+        generator.set_state(saved["generator"])
         global_step, updates, owed, seconds_before = saved["counters"]
+        if not args.checkpoint_replay:
+            print("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
     first_step, first_update = logged_step, logged_update = global_step, updates
     held, scores = replay.size.item() * args.num_envs, {}
     writer = SummaryWriter(folder, purge_step=global_step)
@@ -804,18 +802,17 @@ def main(args: Args) -> dict:
     def save() -> None:
         if not all(weight.isfinite().all() for weight in weights):
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        others = replay.state_dict() if args.checkpoint_replay else {}
-        others |= {"generator": generator.get_state(), "scaler": scaler.state_dict()}
-        others |= {"script": SCRIPT, "args": vars(args), "counters": [global_step, updates, owed, elapsed()]}
-        save_checkpoint(folder / "checkpoint.pt", state() | others)
+        state = {name: part.state_dict() for name, part in stateful.items()} | {"generator": generator.get_state()}
+        state |= {"script": SCRIPT, "args": vars(args), "counters": [global_step, updates, owed, elapsed()]}
+        save_checkpoint(folder / "checkpoint.pt", state)
 
     def log() -> None:
         seconds = watch.read()
         steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
         games, score, length, returned = (envs.finished / envs.finished[0].clamp(min=1)).tolist()
-        _, loss, q, skipped, _, stuck_at = learned.tolist()
+        loss, q, skipped, in_a_row = learned.tolist()
         envs.finished.zero_()
-        learned[1:4] = 0
+        learned[:3] = 0
         scalars = {
             "charts/SPS": steps / wall,
             "charts/updates_per_second": learns / wall,
@@ -840,8 +837,8 @@ def main(args: Args) -> dict:
         line = f"{progress():4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}"
         line += f"  epsilon {epsilon:.3f}  score {score:5.1f}  greedy {scores.get('eval_score_mean', math.nan):5.1f}"
         print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
-        if stuck_at:
-            first = f"ten updates in a row, the first number {stuck_at - 9:.0f}, were not finite and were skipped"
+        if in_a_row >= 10:
+            first = f"every update from number {updates - in_a_row + 1:.0f} on was not finite and was skipped"
             refuse(f"--learning-rate {args.learning_rate:g}: {first}; a lower one works")
 
     def test(episodes: int) -> dict[str, float]:
@@ -852,7 +849,6 @@ def main(args: Args) -> dict:
 
     # --- the loop -------------------------------------------------------------------------------------------------
     last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
-    watch.marks.clear()
     watch.mark()
     while progress() < 1 and not interrupts:
         # 1 act and step, 2 store
@@ -906,6 +902,8 @@ def main(args: Args) -> dict:
     if profiler:
         profiler.stop()
         profiler.export_chrome_trace(str(folder / "profile.json"))
+        longest = profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=30)
+        (folder / "profile.txt").write_text(longest)
     steps, learns = global_step - first_step, updates - first_update
     summary = {
         "script": SCRIPT,

@@ -338,9 +338,13 @@ class SnakeBatch:
         self.finished = torch.zeros(4, device=device)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tensors themselves (not copies) that hold all of the games; copy into them to restore."""
+        """All that the games are, as the tensors themselves, not copies."""
         names = "codes free slot head tail heading num_free draws clock length score episode_return finished"
         return {name: getattr(self, name) for name in names.split()}
+
+    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(saved[name])
 
     def reset(self) -> torch.Tensor:
         """Start a new game in every lane."""
@@ -369,9 +373,7 @@ class SnakeBatch:
         self.free.view(-1)[self.free_base + place] = self.tail.short()
         slot[tail_at] = place
         slot[cell_at] = rules.cells
-        # On lanes that did not move, `toward` may be a head's code: clamp only keeps the index in range.
-        ahead = self.neighbour[self.tail * 4 + (toward.long() - BODY).clamp(max=3)]
-        self.tail.copy_(torch.where(moves, ahead, self.tail))
+        self.tail.copy_(torch.where(moves, self.neighbour[self.tail * 4 + toward.long() - BODY], self.tail))
         self.head.copy_(cell)
         self.heading.copy_(heading)
 
@@ -415,12 +417,8 @@ class SnakeBatch:
     def _place_food(self, lanes: torch.Tensor, mask: torch.Tensor) -> None:
         """Food takes a free cell out of the list; the last of the list fills the gap."""
         codes, free, slot = self.codes.view(-1), self.free.view(-1), self.slot.view(-1)
-        base, free_base, num_free, head = (
-            self.base[lanes],
-            self.free_base[lanes],
-            self.num_free[lanes],
-            self.head[lanes],
-        )
+        base, free_base = self.base[lanes], self.free_base[lanes]
+        num_free, head = self.num_free[lanes], self.head[lanes]
         pick = self._draw(lanes, mask) % num_free.clamp(min=1)
         # Where the mask is off, the head stands in for both cells: it is not free, and what is written there is so too.
         cell = torch.where(mask, free[free_base + pick], head)

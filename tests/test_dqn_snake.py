@@ -50,8 +50,19 @@ def scalars(folder: Path) -> dict[str, list[float]]:
     return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def checkpoint(folder: Path) -> dict:
+def load(folder: Path) -> dict:
     return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def checkpoint(folder: Path) -> dict:
+    """The checkpoint with dotted names: q_network.head.bias."""
+
+    def flat(prefix: str, value) -> dict:
+        if not isinstance(value, dict):
+            return {prefix: value}
+        return {name: leaf for key in value for name, leaf in flat(f"{prefix}.{key}", value[key]).items()}
+
+    return {name[1:]: leaf for name, leaf in flat("", load(folder)).items()}
 
 
 def boards(n: int, board=(6, 6), steps=30, seed=0) -> torch.Tensor:
@@ -209,7 +220,6 @@ def test_counters_and_replay_ratio_hold_for_any_width(run, num_envs, batch_size,
     assert summary["env_steps"] == steps
     updates = checkpoint(folder)["counters"][1]
     assert updates == int(steps * replay_ratio / batch_size + 1e-6)
-    assert checkpoint(folder)["sums.learned"][0] == updates  # as counted on the device, too
 
 
 def test_exploration_is_drawn_for_every_lane(run, monkeypatch) -> None:
@@ -263,8 +273,8 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run(run, monkeypatc
     with pytest.raises(SystemExit) as error:
         run(log_every=1e-9, checkpoint_every=1e-9, total_timesteps=10**6)
     assert error.value.code == 2
-    assert "the first number 31" in capsys.readouterr().err
-    assert all(value.isfinite().all() for name, value in checkpoint(tmp_path / "run").items() if "network" in name)
+    assert "from number 31 on" in capsys.readouterr().err
+    assert all(value.isfinite().all() for name, value in checkpoint(tmp_path / "run").items() if "_network." in name)
     assert sum(scalars(tmp_path / "run")["losses/skipped_updates"]) == 12
 
 
@@ -296,14 +306,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch,
     expected, got = checkpoint(whole), checkpoint(halves)
     assert set(expected) == set(got)
     for name, value in expected.items():
-        if isinstance(value, torch.Tensor) and name != "sums.learned" and name != "envs.finished":
+        if isinstance(value, torch.Tensor) and name != "envs.finished":
             assert torch.equal(value, got[name]), name
     assert got["counters"][:3] == expected["counters"][:3] and summary["env_steps"] == 3000
 
 
 def test_speed_after_a_resume_counts_only_new_steps(run, capsys) -> None:
     _, folder = run()
-    saved = checkpoint(folder)
+    saved = load(folder)
     saved["counters"][0] = 10**9  # as if very many steps had been made
     torch.save(saved, folder / "checkpoint.pt")
     summary, _ = run(resume="latest", total_timesteps=10**9 + 480)
@@ -314,7 +324,7 @@ def test_speed_after_a_resume_counts_only_new_steps(run, capsys) -> None:
 
 def test_elapsed_time_is_part_of_the_budget_after_a_resume(run) -> None:
     _, folder = run()
-    saved = checkpoint(folder)
+    saved = load(folder)
     saved["counters"][3] = 1000.0
     torch.save(saved, folder / "checkpoint.pt")
     summary, _ = run(resume=str(folder / "checkpoint.pt"), total_timesteps=None, max_seconds=999.0)
@@ -517,7 +527,7 @@ def test_evaluation_does_not_count_into_speed(run, monkeypatch) -> None:
     evaluate = dqn_snake.evaluate
     monkeypatch.setattr(dqn_snake, "evaluate", lambda *a: time.sleep(0.5) or evaluate(*a))
     summary, _ = run(eval_every=0.1)
-    assert summary["env_steps_per_second"] > fast / 2 and summary["wall_seconds"] > 1
+    assert summary["env_steps_per_second"] > fast / 3 and summary["wall_seconds"] > 1
 
 
 def test_the_gif_moves(run) -> None:
@@ -531,7 +541,9 @@ def test_the_gif_moves(run) -> None:
 def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> None:
     summary, folder = run()
     args = Args(**QUICK | {"evaluate": str(folder)})
-    assert main(args)["eval_score_mean"] == summary["eval_score_mean"]
+    assert main(args)["eval_score_mean"] == summary["eval_score_mean"] and not (folder / "videos").exists()
+    main(dataclasses.replace(args, video=True))
+    assert (folder / "videos" / "snake.gif").exists()
     monkeypatch.setattr(time, "sleep", lambda _: None)
     main(dataclasses.replace(args, render=True))
     assert "score 0" in capsys.readouterr().out

@@ -53,7 +53,7 @@ def test_sections_stand_in_order(script: str) -> None:
 def test_every_command_that_is_shown_is_understood(page: str) -> None:
     shown = re.findall(r"python (\w+\.py)([^\n`&|]*)", (ROOT / page).read_text())
     for script, flags in shown:
-        if script in SCRIPTS:
+        if script in SCRIPTS and "--help" not in flags:
             tyro.cli(SCRIPTS[script].Args, args=shlex.split(flags, comments=True))
         else:
             assert (ROOT / script).exists()
