@@ -114,11 +114,11 @@ def suite_env(options: Options, device: torch.device) -> tuple[str, dict]:
 
 def matmul_seconds(batch: int, checkpoint: Path, device: torch.device) -> float:
     """Time that the matmuls of one update take alone: three forward passes, and the backward pass of one."""
-    saved, timings = torch.load(checkpoint, weights_only=True), []
+    weights, timings = torch.load(checkpoint, weights_only=True)["q_network"], []
     shapes = [
         tensor.shape
-        for name, tensor in saved.items()
-        if name.startswith("q_network.") and name.endswith(".weight") and tensor.ndim == 2 and ".food." not in name
+        for name, tensor in weights.items()
+        if name.endswith(".weight") and tensor.ndim == 2 and ".food." not in name
     ]
     layers = [[torch.randn(*shape, device=device) for shape in ((batch, n), (m, n), (batch, m))] for m, n in shapes]
     for _ in range(22):

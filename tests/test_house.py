@@ -6,8 +6,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 import tyro
 
+import benchmark
 import dqn_snake
 
 ROOT = Path(__file__).parent.parent
@@ -63,3 +65,11 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     command = "pip install -r requirements-dev.txt && ruff check && ruff format --check && python -m pytest"
     assert command in (ROOT / "README.md").read_text()
     assert command in (ROOT / ".ci" / "run").read_text().replace(" --quiet", "")
+
+
+def test_the_benchmark_times_the_matmuls_of_an_update(tmp_path) -> None:
+    args = dqn_snake.resolve(dqn_snake.Args(device="cpu"), torch.device("cpu"))
+    q_network = dqn_snake.QNetwork(args, None, torch.device("cpu"))
+    torch.save({"q_network": q_network.state_dict()}, tmp_path / "checkpoint.pt")
+    seconds = [benchmark.matmul_seconds(batch, tmp_path / "checkpoint.pt", torch.device("cpu")) for batch in (16, 4096)]
+    assert 0 < 10 * seconds[0] < seconds[1]
