@@ -174,9 +174,10 @@ def suite_switches(options: Options, device: torch.device) -> tuple[str, dict]:
 def suite_learn(options: Options, device: torch.device) -> tuple[str, dict]:
     """Mean food over 1,000 greedy games after a wall-clock budget, per seed."""
     seeds = (1,) if options.fast else (1, 2, 3)
-    settings = [(60, "", seeds), (120, "", seeds), (600, "--batch-size 8192 --bf16", seeds[:1]), (600, "", seeds)]
+    settings = [(60, "", seeds), (120, "", seeds), (600, "", seeds)]
+    settings += [(600, extra, seeds[:1]) for extra in ("--batch-size 8192 --bf16", "--network attention")]
     rows, raw = [], []
-    for seconds, extra, seeds in settings[: 1 if options.fast else 4]:
+    for seconds, extra, seeds in settings[: 1 if options.fast else None]:
         flags = f"--max-seconds {seconds} {extra}".strip()
         runs = [run(f"{flags} --seed {seed}", options) for seed in seeds]
         raw += runs
@@ -184,9 +185,7 @@ def suite_learn(options: Options, device: torch.device) -> tuple[str, dict]:
         best = max(one["eval_score_max"] for one in runs)
         rows.append([f"`{flags}`", " · ".join(f"{score:.1f}" for score in scores), f"{statistics.mean(scores):.1f}",
                      f"{best:.0f}", spread([one["env_steps_per_second"] for one in runs])])  # fmt: skip
-    return table(f"flags | mean food, seeds {', '.join(map(str, seeds))} | mean | best game | env steps/s", rows), {
-        "runs": raw
-    }
+    return table("flags | mean food, seeds 1 · 2 · 3 | mean | best game | env steps/s", rows), {"runs": raw}
 
 
 SUITES = {"env": suite_env, "update": suite_update, "switches": suite_switches, "learn": suite_learn}
@@ -209,11 +208,11 @@ def draw() -> None:
             if one["wall_seconds"] > 0.9 * longest and folder.exists():
                 events = EventAccumulator(str(folder)).Reload()
                 points = events.Scalars("eval/score_mean")
-                color = "#c2410c" if "8192" in one["flags"] else "#15803d"
+                color = "#c2410c" if "8192" in one["flags"] else "#6b7280" if "attention" in one["flags"] else "#15803d"
                 left.plot([point.wall_time - events.FirstEventTimestamp() for point in points],
                           [point.value for point in points], color=color, alpha=0.8)  # fmt: skip
         left.set(
-            xlabel="seconds", ylabel="food per greedy game", title="learning (green: default, red: --batch-size 8192)"
+            xlabel="seconds", ylabel="food per greedy game", title="learning (red: --batch-size 8192, grey: attention)"
         )
     if env.exists():
         rates = {int(width): rates for width, rates in json.loads(env.read_text()).items() if width.isdecimal()}

@@ -71,7 +71,7 @@ class Args:
 
     # Algorithm
     network: Literal["mlp", "attention"] = "mlp"
-    """an MLP over the egocentric view, or a transformer with a token for each of its spots"""
+    """an MLP over the egocentric view, or a transformer with a token for every cell of it"""
     hidden_size: int | None = None
     """width of its layers (None: 512 for mlp, 64 for attention)"""
     learning_rate: float | None = None
@@ -208,50 +208,61 @@ def make_envs(args: Args, num_envs: int, device: torch.device, seed: int) -> Sna
 class EgocentricView:
     """The board as the snake sees it: turned so that it heads up, moved so that its head is in the middle.
 
-    It has no parameters. From codes (B, rows, columns) it makes
-    - seen (B, 3, spots): is a cell free, and does a body cell's way to the head go ahead (1, or -1 for back) and to the
-      right; all 0 off the board. A spot is one cell near the head, or a block of them, all around it: its sum / BLOCK;
-    - food (B,): its place among the S x S cells around the head, S = 2 * longest side - 1;
-    - heading (B,).
+    It has no parameters, only tables by heading and cell of the head. From codes (B, rows, columns)
+    - `spots` makes heading, seen (B, 3, spots) and food. A spot is a cell near the head, or a block of cells; blocks
+      cover the whole board. Seen is what PLANES says of a cell, or the sum over the cells / BLOCK of a block;
+    - `cells` makes heading, code (B, cells) with directions turned, place (B, cells), head and food.
+    Heading, head (a cell) and food are (B,). Food and place number the S x S cells around the head, row by row, where
+    S = 2 * longest side - 1.
     """
 
     NEAR, BLOCK = 4, 3  # cells in each direction that are seen one by one; side of the blocks
+    PLANES = 2 * [[1, 0, 0]] + [[0, 1, 0], [0, 0, 1], [0, -1, 0], [0, 0, -1]] + 4 * [[0, 0, 0]]
+    # by turned code: is a cell free; does the way from a body cell to the head go ahead (1) or back, right (1) or left
 
     def __init__(self, board: tuple[int, int], device: torch.device) -> None:
-        self.radius, self.side = max(board) - 1, 2 * max(board) - 1
-        xy = torch.cartesian_prod(torch.arange(board[0]), torch.arange(board[1])).flip(1)
-        ringed = torch.cartesian_prod(torch.arange(-1, board[0] + 1), torch.arange(-1, board[1] + 1)).flip(1)
-        ahead = torch.tensor(MOVES).flip(1)  # (heading, xy)
-        turn = torch.stack([ahead, ahead.roll(-1, 0)], 1)  # (heading, ahead and right, xy)
-        steps = torch.arange(-self.radius, self.radius + 1)
-        around = torch.cartesian_prod(steps, steps)
+        def grid(start: int, *ends: int) -> torch.Tensor:
+            return torch.cartesian_prod(*(torch.arange(start, end) for end in ends))
 
-        def window(seen: torch.Tensor, ring: int) -> tuple:
-            """Shape of the board with `ring` cells around it; where to look, in grid_sample's -1 to 1 over it."""
-            shape = (board[0] + 2 * ring, board[1] + 2 * ring)
-            unit = 2 / (torch.tensor(shape).flip(0) - 1)
-            return shape, (around[seen] @ turn * unit)[:, None].to(device), ((xy + ring) * unit - 1).to(device)
+        (rows, columns), self.side = board, 2 * max(board) - 1
+        self.middle = self.side**2 // 2
+        cells, ringed = grid(0, rows, columns), grid(-1, rows + 1, columns + 1)  # middles of blocks may be one off it
+        around = grid(1 - max(board), max(board), max(board))
+        near, far = around[around.abs().amax(1) <= self.NEAR], around[(around % self.BLOCK == 0).all(1)]
+        moves = torch.tensor(MOVES)
+        turn = torch.stack([-moves, moves.roll(-1, 0)], 1)  # (heading, back and right, row and column)
 
-        self.near = window(around.abs().amax(1) <= self.NEAR, 0)
-        self.far = window((around % self.BLOCK == 0).all(1), 1)
-        self.spots = self.near[1].shape[2] + self.far[1].shape[2]
-        in_block = (xy[:, None] - ringed).abs().amax(2) <= self.BLOCK // 2
-        self.blocks = (in_block / self.BLOCK).to(device)  # (cells, ringed cells): planes @ blocks are sums over blocks
-        planes = torch.zeros(4, 10, 3)  # (heading, code) -> free, toward ahead, toward right
-        planes[:, :BODY, 0] = 1
-        planes[:, BODY:HEAD, 1:] = (turn.float() @ ahead.float().T).mT
-        self.planes, self.xy, self.turn = planes.view(40, 3).to(device), xy.float().to(device), turn.float().to(device)
+        block = (cells[:, None] - ringed).abs().amax(2) <= self.BLOCK // 2
+        views = torch.cat([torch.eye(len(cells)), block / self.BLOCK, torch.zeros(len(cells), 1)], 1)
 
-    def __call__(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def look(spots: torch.Tensor, ring: int) -> torch.Tensor:
+            """(heading, head, spot) -> its column of `views`; the last is off the board."""
+            row, column = (cells[:, None] + (spots @ turn)[:, None] + ring).unbind(3)
+            inside = (row >= 0) & (row < rows + 2 * ring) & (column >= 0) & (column < columns + 2 * ring)
+            return torch.where(inside, row * (columns + 2 * ring) + column + ring * len(cells), views.shape[1] - 1)
+
+        code, heading = torch.arange(10), torch.arange(4)[:, None]
+        turned = torch.where(code < BODY, code, code - (code - BODY) % 4 + (code - BODY - heading) % 4)
+        self.num_spots = len(near) + len(far)
+        self.views, self.look = views.to(device), torch.cat([look(near, 0), look(far, 1)], 2).short().to(device)
+        self.turned, self.planes = turned.to(device), torch.tensor(self.PLANES).float()[turned].view(40, 3).to(device)
+        self.number = ((self.side * turn[:, 0] + turn[:, 1]) @ cells.T).to(device)  # (heading, cell)
+
+    def locate(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         codes = obs.flatten(1)
         head, food = (codes >= HEAD).byte().argmax(1), (codes == FOOD).byte().argmax(1)
         heading = codes.gather(1, head[:, None]).squeeze(1).int() - HEAD
-        planes, seen = F.embedding(codes + 10 * heading[:, None], self.planes).mT, []
-        for cells, (shape, grid, origin) in ((planes, self.near), (planes @ self.blocks, self.far)):
-            grid = grid[heading] + origin[head][:, None, None]
-            seen.append(F.grid_sample(cells.unflatten(2, shape), grid, mode="nearest", align_corners=True).flatten(2))
-        ahead, right = (self.turn[heading] @ (self.xy[food] - self.xy[head])[..., None]).long().flatten(1).unbind(1)
-        return torch.cat(seen, 2), (self.radius - ahead) * self.side + self.radius + right, heading
+        start = self.middle - self.number[heading, head]
+        return codes, heading, head, start, start + self.number[heading, food]
+
+    def spots(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        codes, heading, head, _, food = self.locate(obs)
+        views = F.embedding(codes + 10 * heading[:, None], self.planes).mT @ self.views
+        return heading, views.gather(2, self.look[heading, head].long()[:, None].expand(-1, 3, -1)), food
+
+    def cells(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        codes, heading, head, start, food = self.locate(obs)
+        return heading, self.turned[heading[:, None], codes.int()], start[:, None] + self.number[heading], head, food
 
 
 class MLP(nn.Module):
@@ -259,7 +270,7 @@ class MLP(nn.Module):
 
     def __init__(self, view: EgocentricView, width: int, device: torch.device) -> None:
         super().__init__()
-        inputs = 3 * view.spots
+        inputs = 3 * view.num_spots
         self.view = nn.Linear(inputs, width, device=device)
         self.food = nn.Embedding(view.side**2, width, device=device)
         nn.init.uniform_(self.food.weight, -(inputs**-0.5), inputs**-0.5)  # as a Linear would start such a plane
@@ -272,7 +283,7 @@ class MLP(nn.Module):
 
 
 class AttentionLayer(nn.Module):
-    """Pre-norm transformer layer over (B, tokens, width)."""
+    """Pre-norm transformer layer: `asking` (B, some, width) look at all of x (B, tokens, width)."""
 
     HEADS = 4
 
@@ -280,33 +291,41 @@ class AttentionLayer(nn.Module):
         super().__init__()
         self.sdpa = sdpa
         self.norm1, self.norm2 = (nn.LayerNorm(width, device=device) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width, device=device), nn.Linear(width, width, device=device)
-        self.up, self.down = (nn.Linear(*sizes, device=device) for sizes in ((width, 4 * width), (4 * width, width)))
+        self.q, self.kv, self.out, self.up, self.down = (
+            nn.Linear(*sizes, device=device)
+            for sizes in ((width, width), (width, 2 * width), (width, width), (width, 2 * width), (2 * width, width))
+        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.HEADS, -1)).permute(2, 0, 3, 1, 4)
+    def forward(self, x: torch.Tensor, asking: torch.Tensor) -> torch.Tensor:
+        q = self.q(self.norm1(asking)).unflatten(2, (self.HEADS, -1)).transpose(1, 2)
+        k, v = self.kv(self.norm1(x)).unflatten(2, (2, self.HEADS, -1)).permute(2, 0, 3, 1, 4)
         if self.sdpa == [SDPBackend.MATH]:  # what the kernels compute, written out
             mixed = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
         else:
             with sdpa_kernel(self.sdpa):
                 mixed = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.relu(self.up(self.norm2(x))))
+        asking = asking + self.out(mixed.transpose(1, 2).flatten(2))
+        return asking + self.down(F.relu_(self.up(self.norm2(asking))))
 
 
 class Attention(nn.Module):
-    """Transformer with a token for every spot of the view and one for the food, which is where it is read out."""
+    """Transformer with a token for every cell of the board: what it holds and where it lies, seen from the head.
+
+    In the second layer only the head asks, told where the food is: nothing else is read out, which takes half the time.
+    """
 
     def __init__(self, view: EgocentricView, width: int, sdpa: list[SDPBackend], device: torch.device) -> None:
         super().__init__()
-        self.cell, self.spot = nn.Linear(3, width, device=device), nn.Embedding(view.spots, width, device=device)
-        self.food = nn.Embedding(view.side**2, width, device=device)
-        self.layers = nn.Sequential(*(AttentionLayer(width, sdpa, device) for _ in range(2)))
+        self.code = nn.Embedding(10, width, device=device)
+        self.place, self.food = (nn.Embedding(view.side**2, width, device=device) for _ in range(2))
+        self.layer1, self.layer2 = (AttentionLayer(width, sdpa, device) for _ in range(2))
         self.norm = nn.LayerNorm(width, device=device)
 
-    def forward(self, seen: torch.Tensor, food: torch.Tensor) -> torch.Tensor:
-        tokens = torch.cat([self.cell(seen.mT) + self.spot.weight, self.food(food)[:, None]], 1)
-        return self.norm(self.layers(tokens)[:, -1])
+    def forward(self, code: torch.Tensor, place: torch.Tensor, head: torch.Tensor, food: torch.Tensor) -> torch.Tensor:
+        x = self.code(code) + self.place(place)
+        x = self.layer1(x, x)
+        asking = x.gather(1, head[:, None, None].expand(-1, 1, x.shape[2])) + self.food(food)[:, None]
+        return self.norm(self.layer2(x, asking)).squeeze(1)
 
 
 def pick_sdpa(wanted: str, dtype: torch.dtype, device: torch.device) -> list[SDPBackend]:
@@ -334,15 +353,17 @@ class QNetwork(nn.Module):
 
     def __init__(self, args: Args, sdpa: list[SDPBackend] | None, device: torch.device) -> None:
         super().__init__()
-        self.see, width = EgocentricView(rules_of(args).board, device), args.hidden_size
-        attention = args.network == "attention"
-        self.trunk = Attention(self.see, width, sdpa, device) if attention else MLP(self.see, width, device)
+        view, width = EgocentricView(rules_of(args).board, device), args.hidden_size
+        if args.network == "attention":
+            self.see, self.trunk = view.cells, Attention(view, width, sdpa, device)
+        else:
+            self.see, self.trunk = view.spots, MLP(view, width, device)
         self.head = nn.Linear(width, 3 + args.dueling, device=device)
         direction, inside = torch.arange(4, device=device), torch.tensor([1, 2, 1, 0], device=device)
         self.inside = inside[(direction - direction[:, None]) % 4]  # (heading, action) -> output of `head`
 
-    def judge(self, seen: torch.Tensor, food: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
-        q = self.head(self.trunk(seen, food)).float()
+    def judge(self, heading: torch.Tensor, *seen: torch.Tensor) -> torch.Tensor:
+        q = self.head(self.trunk(*seen)).float()
         if q.shape[1] == 4:  # dueling: advantages, then the value
             q = q[:, 3:] + q[:, :3] - q[:, :3].mean(1, keepdim=True)
         return q.gather(1, self.inside[heading])
@@ -694,70 +715,12 @@ def main(args: Args) -> dict:
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
     profiler = None
     if args.profile:
-        profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=100, warmup=5, active=20))
+        profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=100, warmup=5, active=20, repeat=1))
         profiler.start()
 
     interrupts = []
     for number in (signal.SIGINT, signal.SIGTERM):  # the second one ends the program at once
         signal.signal(number, lambda number, _: (interrupts.append(number), signal.signal(number, signal.SIG_DFL)))
-
-    # --- acting and learning --------------------------------------------------------------------------------------
-    def autocast() -> torch.autocast:
-        # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
-        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
-
-    @torch.no_grad()
-    def policy(obs: torch.Tensor) -> torch.Tensor:
-        with autocast():
-            return q_network(obs).argmax(1)
-
-    def loss_of(obs, action, reward, discount, next_obs) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.no_grad():
-            seen, next_seen = q_network.see(obs), q_network.see(next_obs)
-            with autocast():
-                next_q_target = target_network.judge(*next_seen)
-                next_q_online = q_network.judge(*next_seen) if args.double else next_q_target
-            target = td_target(reward, discount, next_q_target, next_q_online)
-        with autocast():
-            q = q_network.judge(*seen)
-        q = q.gather(1, action.long()[:, None]).squeeze(1)
-        return F.smooth_l1_loss(q, target), q.detach().mean()
-
-    def rollout() -> None:
-        # 1 act and step: every lane draws for itself whether it explores
-        explores = torch.rand(args.num_envs, generator=generator, device=device) < epsilon
-        random = torch.randint(4, (args.num_envs,), generator=generator, device=device)
-        action = torch.where(explores, random, policy_step(obs))
-        before = obs.clone()
-        watch.mark("act")
-        _, reward, terminated, _, info = envs.step(action)
-        watch.mark("env")
-        # 2 store
-        replay.store(before, action, reward, terminated, info["length"], info["final_obs"])
-        watch.mark("store")
-
-    def update() -> None:
-        loss, q = loss_step(*replay.sample(args.batch_size, generator))
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        finite = nn.utils.clip_grad_norm_(weights, args.max_grad_norm).isfinite()
-        optimizer.found_inf = skipped = 1 - finite.float()  # at 1, fused Adam leaves weights and moments as they are
-        scaler.step(optimizer)
-        scaler.update()
-        learned[:3] += torch.stack([torch.where(finite, loss.detach(), 0), q, skipped])
-        learned[3] = torch.where(finite & (learned[3] < 10), 0, learned[3] + 1)  # from ten on it only grows
-
-    # --- switches: they wrap `policy`, `loss_of`, `rollout` and `update` ------------------------------------------
-    policy_step, loss_step = policy, loss_of
-    if args.compile:
-        some, zeros = obs[torch.arange(args.batch_size) % args.num_envs], torch.zeros(args.batch_size, device=device)
-        policy_step = compiled(policy, args.compile_mode, obs)
-        loss_step = compiled(loss_of, args.compile_mode, some, zeros.to(torch.int8), zeros, zeros, some)
-    if graphs:
-        rollout, update = Graphed(rollout, generator, watch), Graphed(update, generator, watch)
-    elif args.cudagraph:
-        print("--cudagraph: needs CUDA; the loop runs without graphs")
 
     # --- a new run, or the rest of one ----------------------------------------------------------------------------
     stateful = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "scaler": scaler}
@@ -779,7 +742,6 @@ def main(args: Args) -> dict:
     held, scores = replay.size.item() * args.num_envs, {}
     writer = SummaryWriter(folder, purge_step=global_step)
     writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
-    writer.add_scalar("perf/warmup_s", time.perf_counter() - started, global_step)
     precision = str(dtype).removeprefix("torch.")
     print(f"{folder} on {machine(device)['device']} in {precision}")
     every = f"every {args.batch_size / args.replay_ratio:g} steps (replay ratio {args.replay_ratio:g})"
@@ -847,8 +809,67 @@ def main(args: Args) -> dict:
             writer.add_scalar(name.replace("_", "/", 1), value, global_step)
         return scores
 
+    # --- acting and learning --------------------------------------------------------------------------------------
+    def autocast() -> torch.autocast:
+        # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
+        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+
+    @torch.no_grad()
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        with autocast():
+            return q_network(obs).argmax(1)
+
+    def loss_of(obs, action, reward, discount, next_obs) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            seen, next_seen = q_network.see(obs), q_network.see(next_obs)
+            with autocast():
+                next_q_target = target_network.judge(*next_seen)
+                next_q_online = q_network.judge(*next_seen) if args.double else next_q_target
+            target = td_target(reward, discount, next_q_target, next_q_online)
+        with autocast():
+            q = q_network.judge(*seen)
+        q = q.gather(1, action.long()[:, None]).squeeze(1)
+        return F.smooth_l1_loss(q, target), q.detach().mean()
+
+    def rollout() -> None:
+        # 1 act and step: every lane draws for itself whether it explores
+        explores = torch.rand(args.num_envs, generator=generator, device=device) < epsilon
+        random = torch.randint(4, (args.num_envs,), generator=generator, device=device)
+        action = torch.where(explores, random, policy_step(obs))
+        before = obs.clone()
+        watch.mark("act")
+        _, reward, terminated, _, info = envs.step(action)
+        watch.mark("env")
+        # 2 store
+        replay.store(before, action, reward, terminated, info["length"], info["final_obs"])
+        watch.mark("store")
+
+    def update() -> None:
+        loss, q = loss_step(*replay.sample(args.batch_size, generator))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        finite = nn.utils.clip_grad_norm_(weights, args.max_grad_norm).isfinite()
+        optimizer.found_inf = skipped = 1 - finite.float()  # at 1, fused Adam leaves weights and moments as they are
+        scaler.step(optimizer)
+        scaler.update()
+        learned[:3] += torch.stack([torch.where(finite, loss.detach(), 0), q, skipped])
+        learned[3] = torch.where(finite & (learned[3] < 10), 0, learned[3] + 1)  # from ten on it only grows
+
+    # --- switches: they wrap `policy`, `loss_of`, `rollout` and `update` ------------------------------------------
+    policy_step, loss_step = policy, loss_of
+    if args.compile:
+        some, zeros = obs[torch.arange(args.batch_size) % args.num_envs], torch.zeros(args.batch_size, device=device)
+        policy_step = compiled(policy, args.compile_mode, obs)
+        loss_step = compiled(loss_of, args.compile_mode, some, zeros.to(torch.int8), zeros, zeros, some)
+    if graphs:
+        rollout, update = Graphed(rollout, generator, watch), Graphed(update, generator, watch)
+    elif args.cudagraph:
+        print("--cudagraph: needs CUDA; the loop runs without graphs")
+
     # --- the loop -------------------------------------------------------------------------------------------------
     last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
+    writer.add_scalar("perf/warmup_s", time.perf_counter() - started, global_step)
     watch.mark()
     while progress() < 1 and not interrupts:
         # 1 act and step, 2 store

@@ -160,20 +160,25 @@ def test_truncation_bootstraps_and_termination_does_not(run) -> None:
 @pytest.mark.parametrize("board", [(10, 10), (4, 6), (7, 5)])
 def test_view_against_a_loop_over_cells(board: tuple[int, int]) -> None:
     view, obs = EgocentricView(board, CPU), boards(24, board, steps=8)
-    seen, food, heading = view(obs)
-    reach = range(-view.radius, view.radius + 1)
-    places = [(i, j) for i in reach for j in reach]
-    near = [at for at in places if max(map(abs, at)) <= view.NEAR]
-    far = [at for at in places if at[0] % 3 == at[1] % 3 == 0]
+    heading, seen, food = view.spots(obs)
+    _, codes, place, head, _ = view.cells(obs)
+    radius = max(board) - 1
+    around = [(back, right) for back in range(-radius, radius + 1) for right in range(-radius, radius + 1)]
+    near = [at for at in around if max(map(abs, at)) <= view.NEAR]
+    far = [at for at in around if at[0] % 3 == at[1] % 3 == 0]
     for n, grid in enumerate(obs.numpy()):
         row, column = np.argwhere(grid >= HEAD)[0]
+        assert head[n] == row * board[1] + column
         ahead, right = (np.array(MOVES[(heading[n] + turn) % 4]) for turn in (0, 1))
         sees = {}
-        for i, j in places:
-            at_row, at_column = (row, column) + i * ahead + j * right
+        for number, (i, j) in enumerate(around):
+            at_row, at_column = (row, column) - i * ahead + j * right
             if 0 <= at_row < board[0] and 0 <= at_column < board[1]:
-                code = grid[at_row, at_column]
-                assert code != FOOD or food[n] == (view.radius - i) * view.side + view.radius + j
+                code, cell = grid[at_row, at_column], at_row * board[1] + at_column
+                assert place[n, cell] == number
+                assert code != FOOD or food[n] == number
+                direction = (int(code) - BODY - heading[n].item()) % 4
+                assert codes[n, cell] == (code if code < BODY else HEAD if code >= HEAD else BODY + direction)
                 toward = np.array(MOVES[code - BODY]) if BODY <= code < HEAD else np.zeros(2)
                 sees[i, j] = np.array([code < BODY, toward @ ahead, toward @ right], float)
         nothing = np.zeros(3)
