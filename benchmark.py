@@ -233,6 +233,7 @@ def main(options: Options) -> None:
         print(f"{name}:", flush=True)
         text, raw = SUITES[name](options, device)
         command = f"python benchmark.py --suite {name}" + (" --fast" if options.fast else "")
+        command += f" --repeats {options.repeats}" if options.repeats != Options.repeats else ""
         section = (
             f"<!-- {name} {device.type} -->\n{SUITES[name].__doc__}\n\n{text}\n\n`{command}` on {machine(device)}\n"
         )
