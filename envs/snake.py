@@ -197,6 +197,14 @@ class SnakeEnv(gym.Env):
         truncated = not terminated and self.clock >= rules.limit
         return self._observation(), reward, terminated, truncated, self._info()
 
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to a game under way, in plain values."""
+        names = "key draws heading free slot score clock won food".split()
+        return {name: getattr(self, name) for name in names} | {"body": list(self.body)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        vars(self).update(saved, body=deque(saved["body"]))
+
     def _draw(self) -> int:
         self.draws += 1
         return _hash(self.key + self.draws)

@@ -11,11 +11,12 @@ import tyro
 
 import benchmark
 import dqn_snake
+import dqn_snake_sb3_compat
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {"dqn_snake.py": dqn_snake}
+SCRIPTS = {"dqn_snake.py": dqn_snake, "dqn_snake_sb3_compat.py": dqn_snake_sb3_compat}
 SHARED = "refuse refuse_if_too_large pick_device pick_precision compiled Graphed Stopwatch save_checkpoint "
-SHARED += "load_checkpoint machine"
+SHARED += "load_checkpoint machine pick_sdpa"
 
 
 def blocks(script: str) -> dict[str, str]:

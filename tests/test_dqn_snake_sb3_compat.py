@@ -1,0 +1,594 @@
+"""The SB3-compatible trainer beside Stable-Baselines3 itself: numbers, files, settings; and what it refuses."""
+
+import dataclasses
+import io
+import json
+import math
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from stable_baselines3 import DQN, PPO
+from stable_baselines3.common.vec_env import DummyVecEnv
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.attention import SDPBackend
+
+import dqn_snake_sb3_compat as script
+from dqn_snake_sb3_compat import Args, Cosine, QNetwork, Transformer, epsilon_at, main, td_target
+
+CPU = torch.device("cpu")
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+ROOT = Path(__file__).parent.parent
+QUICK = dict(
+    device="cpu", env_id="Snake-v0", board="6x6", total_timesteps=600, buffer_size=2000, batch_size=16, threads=1,
+    learning_rate=1e-3, learning_starts=50, target_update_interval=100, eval_episodes=3, eval_every=0, log_every=0.1,
+    video=False,
+)  # fmt: skip
+SB3_NAMES = "learning_rate buffer_size learning_starts batch_size tau gamma train_freq gradient_steps seed "
+SB3_NAMES += "target_update_interval exploration_fraction exploration_initial_eps exploration_final_eps max_grad_norm"
+
+
+class Recorded(gym.Wrapper):
+    """CartPole that writes down every action it gets, and runs out of time soon."""
+
+    actions: list = []
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(gym.make("CartPole-v1", max_episode_steps=25, disable_env_checker=True))
+
+    def step(self, action):
+        Recorded.actions.append(int(action))
+        return self.env.step(action)
+
+
+class Pictures(gym.Env):
+    """Random images, channels last."""
+
+    observation_space, action_space = gym.spaces.Box(0, 255, (40, 36, 3), np.uint8), gym.spaces.Discrete(3)
+    metadata = {"render_modes": []}
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.integers(256, size=(40, 36, 3), dtype=np.uint8), {}
+
+    def step(self, action):
+        self.steps += 1
+        obs = self.np_random.integers(256, size=(40, 36, 3), dtype=np.uint8)
+        return obs, float(action == obs[0, 0, 0] % 3), self.steps % 7 == 0, self.steps % 11 == 0, {}
+
+
+gym.register("Recorded-v0", lambda **kwargs: Recorded(**kwargs))
+gym.register("Pictures-v0", lambda **kwargs: Pictures(**kwargs))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Train for a moment; gives the summary and the run folder."""
+
+    def start(**flags) -> tuple[dict, Path]:
+        flags = QUICK | {"run_dir": str(tmp_path), "run_name": "run"} | flags
+        return main(Args(**flags)), tmp_path / flags["run_name"]
+
+    return start
+
+
+def scalars(folder: Path) -> dict[str, list[float]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def load(folder: Path) -> dict:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def theirs(flags: dict, learn: bool = True) -> DQN:
+    """SB3's model with the same flags, trained for as long."""
+    args = Args(**QUICK | flags)
+    kwargs = {"board": tuple(map(int, args.board.split("x")))} if args.board else {}
+    envs = DummyVecEnv(
+        [lambda: gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(args.num_envs)]
+    )
+    extractor = {"features_extractor_class": Transformer, "features_extractor_kwargs": {"dropout": args.dropout}}
+    policy_kwargs = extractor | {"net_arch": [128]} if args.policy == "transformer" else None
+    policy = "CnnPolicy" if args.policy == "CnnPolicy" else "MlpPolicy"
+    hyperparameters = {name: getattr(args, name) for name in SB3_NAMES.split()}
+    if args.lr_schedule == "cosine":
+        hyperparameters["learning_rate"] = Cosine(args.learning_rate, args.learning_rate_end)
+    torch.set_num_threads(1)
+    model = DQN(policy, envs, policy_kwargs=policy_kwargs, device="cpu", **hyperparameters)
+    return model.learn(args.total_timesteps, log_interval=10**9) if learn else model
+
+
+def assert_same_weights(folder: Path, model: DQN, atol: float) -> None:
+    saved, expected = load(folder), model.policy.state_dict()
+    ours = {f"{net}.{name}": tensor for net in ("q_net", "q_net_target") for name, tensor in saved[net].items()}
+    assert set(ours) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ours[name], tensor, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# ------------------------------------------------------------------------------------------------ the same numbers
+
+
+SHORT = dict(
+    env_id="Recorded-v0", board=None, learning_starts=40, exploration_initial_eps=1.0, exploration_final_eps=1.0
+)
+
+
+ATTENTION = dict(env_id="SnakeOneHot-v0", board="5x4", policy="transformer", dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"num_envs": 1, "gradient_steps": 1, "total_timesteps": 840},
+        {"num_envs": 1, "gradient_steps": 4, "total_timesteps": 240},
+        {"num_envs": 1, "gradient_steps": -1, "total_timesteps": 240, "tau": 0.01, "target_update_interval": 1},
+        {"num_envs": 8, "gradient_steps": 1, "total_timesteps": 6440, "buffer_size": 3000},
+        {"num_envs": 8, "gradient_steps": 4, "total_timesteps": 1640, "lr_schedule": "cosine"},
+        {"num_envs": 8, "gradient_steps": -1, "total_timesteps": 260, "target_update_interval": 3},
+        ATTENTION | {"num_envs": 1, "total_timesteps": 840},
+        ATTENTION | {"num_envs": 8, "total_timesteps": 260, "gradient_steps": -1},
+        {"env_id": "Pictures-v0", "policy": "CnnPolicy", "total_timesteps": 120},
+        {"env_id": "Pictures-v0", "total_timesteps": 240},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_updates_give_sb3s_weights(run, flags) -> None:
+    """All actions random, so both learn from the same transitions, drawn in the same order: 200 updates or more."""
+    summary, folder = run(**SHORT | flags)
+    model = theirs(SHORT | flags)
+    assert summary["updates"] == model._n_updates >= (20 if "Pictures" in str(flags) else 200)
+    assert_same_weights(folder, model, 1e-6)
+
+
+def test_a_whole_run_makes_sb3s_decisions(run) -> None:
+    """5,000 identical actions from explored to greedy play, through 200 truncations and many falls."""
+    flags = dict(env_id="Recorded-v0", board=None, total_timesteps=5000, batch_size=32, exploration_fraction=0.5)
+    Recorded.actions = []
+    _, folder = run(**flags, eval_episodes=1)
+    ours = Recorded.actions[:5000]
+    Recorded.actions = []
+    model = theirs(flags)
+    assert ours == Recorded.actions
+    assert_same_weights(folder, model, 1e-5)
+
+
+def test_default_hyperparameters_are_sb3s() -> None:
+    import inspect
+
+    defaults = {name: value.default for name, value in inspect.signature(DQN.__init__).parameters.items()}
+    for field in dataclasses.fields(Args):
+        if field.name in SB3_NAMES.split() and field.name != "seed":
+            assert field.default == defaults[field.name], field.name
+
+
+def test_the_transformer_is_system_as() -> None:
+    env = gym.make("SnakeOneHot-v0")
+    q_network = QNetwork(Args(policy="transformer"), env, None)
+    assert sum(weight.numel() for weight in q_network.parameters()) == 92_676
+    head = torch.zeros(1, 20, 20, 3)
+    head[0, :, :, 2] = 1
+    moved = head.clone()
+    head[0, 3, 4], moved[0, 4, 3] = torch.eye(3)[0], torch.eye(3)[0]
+    q_network.eval()
+    assert not torch.allclose(q_network(head), q_network(moved))  # rows and columns are told apart
+
+
+def test_attention_kernels_agree() -> None:
+    env, outputs = gym.make("SnakeOneHot-v0", board=(6, 6)), []
+    obs = torch.rand(8, 6, 6, 3)
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        torch.manual_seed(0)
+        outputs.append(QNetwork(Args(policy="transformer"), env, [backend]).eval()(obs))
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
+
+
+def test_maths() -> None:
+    assert epsilon_at(0, 1, 0.05, 0.1) == 1 and epsilon_at(0.05, 1, 0.05, 0.1) == pytest.approx(0.525)
+    assert epsilon_at(0.2, 1, 0.05, 0.1) == 0.05 and epsilon_at(0.2, 1, 0.05, 0) == 0.05
+    cosine = Cosine(1e-3, 1e-4)
+    assert [cosine(1), cosine(0.5), cosine(0)] == pytest.approx([1e-3, 5.5e-4, 1e-4])
+    q = torch.tensor([[1.0, 3.0], [5.0, 2.0]])
+    assert td_target(torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.0]), q).tolist() == [2.5, -1.0]
+
+
+@pytest.mark.parametrize("per_env", [False, True])
+def test_exploration_is_drawn_for_all_games_or_for_each(run, monkeypatch, per_env) -> None:
+    rows, store = [], script.Replay.store
+    monkeypatch.setattr(script.Replay, "store", lambda self, *a: rows.append(a[2].copy()) or store(self, *a))
+
+    def greedy(self, obs):
+        return torch.eye(4)[torch.zeros(len(obs)).long()] + 0 * self.q_net[-1].bias
+
+    monkeypatch.setattr(QNetwork, "forward", greedy)
+    monkeypatch.setattr(script, "evaluate", lambda *_: {})
+    flags = dict(num_envs=16, exploration_initial_eps=0.5, exploration_final_eps=0.5, learning_starts=0)
+    run(**flags, per_env_epsilon=per_env, total_timesteps=6400, gradient_steps=1, train_freq=400)
+    share = (np.array(rows[2:]) != 0).mean(1)
+    assert share.mean() == pytest.approx(0.375, abs=0.06)
+    assert (share == 0).mean() == pytest.approx(0.0 if per_env else 0.5, abs=0.1)
+
+
+# ------------------------------------------------------------------------------------------------ files both ways
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"policy": "transformer", "env_id": "SnakeOneHot-v0", "lr_schedule": "cosine"}], ids=str
+)
+def test_sb3_loads_what_is_exported_and_goes_on(run, tmp_path, flags) -> None:
+    path = tmp_path / "model.zip"
+    summary, folder = run(export_sb3=str(path), **flags)
+    env = gym.make((QUICK | flags)["env_id"], board=(6, 6))
+    model = DQN.load(path, env=env, device="cpu")
+    assert model.num_timesteps == 600 and model._n_updates == summary["updates"] and model.batch_size == 16
+    q_network = QNetwork(Args(**QUICK | flags), env, None).eval()
+    q_network.load_state_dict(load(folder)["q_net"])
+    obs = np.random.default_rng(0).integers(
+        0, env.observation_space.high.max() + 1, (10_000, *env.observation_space.shape)
+    )
+    with torch.no_grad():
+        expected = q_network(torch.as_tensor(obs)).argmax(1).numpy()
+    np.testing.assert_array_equal(model.predict(obs.astype(np.uint8), deterministic=True)[0], expected)
+    before = [weight.clone() for weight in model.policy.q_net.parameters()]
+    model.learn(300, reset_num_timesteps=False, log_interval=10**9)
+    assert model.num_timesteps == 900 and len(model.policy.optimizer.state) == len(before)
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.policy.q_net.parameters()))
+
+
+@pytest.mark.parametrize("num_envs", [1, 8])
+def test_an_imported_training_goes_on_as_in_sb3(run, tmp_path, num_envs, monkeypatch) -> None:
+    flags = SHORT | {"num_envs": num_envs, "total_timesteps": 800}
+    theirs(flags).save(tmp_path / "model.zip")
+    model = DQN.load(tmp_path / "model.zip", device="cpu", env=theirs(flags, learn=False).get_env())
+    model.learn(800, reset_num_timesteps=False, log_interval=10**9)
+    words = f"x --import-sb3 {tmp_path / 'model.zip'} --total-timesteps 800 --env-id Recorded-v0 --run-dir {tmp_path} "
+    words += "--run-name run --eval-episodes 1 --eval-every 0 --no-video --device cpu --threads 1 --seed 1"
+    monkeypatch.setattr(sys, "argv", words.split())
+    args, _ = script.parse()
+    assert (args.batch_size, args.learning_rate, args.num_envs, args.gamma) == (16, 1e-3, num_envs, 0.99)
+    summary = main(args)
+    assert summary["updates"] == model._n_updates and summary["env_steps"] == model.num_timesteps
+    assert_same_weights(tmp_path / "run", model, 1e-6)
+
+
+class Malicious:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+def test_zips_that_do_not_fit_are_refused_and_nothing_in_them_runs(run, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(export_sb3="good.zip")
+    PPO("MlpPolicy", "CartPole-v1", n_steps=8, batch_size=8, device="cpu").save("ppo.zip")
+    theirs({"env_id": "CartPole-v1", "board": None}, learn=False).save("cartpole.zip")
+    Path("truncated.zip").write_bytes(Path("good.zip").read_bytes()[:5000])
+    Path("text.zip").write_text("hello")
+    with zipfile.ZipFile("good.zip") as good, zipfile.ZipFile("hostile.zip", "w") as hostile:
+        for name in good.namelist():
+            file = io.BytesIO()
+            torch.save(Malicious(), file)
+            hostile.writestr(name, file.getvalue() if name == "policy.pth" else good.read(name))
+    for name in ("missing.zip", "ppo.zip", "cartpole.zip", "truncated.zip", "text.zip", "hostile.zip"):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as error:
+            run(import_sb3=name)
+        said = capsys.readouterr().err
+        assert error.value.code == 2 and said.count("\n") == 1 and f"--import-sb3 {name}" in said, said
+    with zipfile.ZipFile("good.zip") as good, zipfile.ZipFile("pickled.zip", "w") as pickled:
+        for name in good.namelist():
+            content = good.read(name)
+            if name == "data":
+                data = json.loads(content)
+                import base64
+
+                payload = base64.b64encode(pickle.dumps(Malicious())).decode()
+                data |= {
+                    key: {":type:": "x", ":serialized:": payload} for key in ("observation_space", "gamma", "hook")
+                }
+                content = json.dumps(data)
+            pickled.writestr(name, content)
+    run(import_sb3="pickled.zip", total_timesteps=60)
+    assert not Path("executed").exists()
+
+
+def test_the_script_does_not_import_sb3() -> None:
+    code = "import sys, dqn_snake_sb3_compat; sys.exit('stable_baselines3' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+@pytest.fixture
+def parse(tmp_path, monkeypatch):
+    """The arguments and their sources for a command line, an environment and an .env file."""
+
+    def start(words: str = "", environment: dict | None = None, file: str | None = None):
+        monkeypatch.chdir(tmp_path)
+        for name in script.SETTINGS:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in (environment or {}).items():
+            monkeypatch.setenv(name, value)
+        if file is not None:
+            Path(".env").write_text(file)
+        monkeypatch.setattr(sys, "argv", ["script", *words.split()])
+        return script.parse()
+
+    return start
+
+
+def test_flags_beat_the_environment_beats_the_file_beats_the_default(parse) -> None:
+    file = "# fast\nOPTIMAL_BATCH_SIZE=512\nUSE_BF16=yes\nUSE_FLASH_ATTENTION=on\n"
+    assert parse()[0].batch_size == 32 and not parse()[0].bf16
+    args, sources = parse(file=file)
+    assert (args.batch_size, args.bf16, args.flash_attention, args.compile) == (512, True, True, False)
+    assert sources == {
+        "batch_size": "OPTIMAL_BATCH_SIZE in .env", "bf16": "USE_BF16 in .env",
+        "flash_attention": "USE_FLASH_ATTENTION in .env",
+    }  # fmt: skip
+    args, sources = parse(environment={"OPTIMAL_BATCH_SIZE": "64", "USE_BF16": "0"}, file=file)
+    assert (args.batch_size, args.bf16) == (64, False) and sources["bf16"] == "USE_BF16 in the environment"
+    args, sources = parse("--batch-size 8 --no-flash-attention", {"OPTIMAL_BATCH_SIZE": "64"}, file)
+    assert (args.batch_size, args.flash_attention) == (8, False)
+    assert sources["batch_size"] == sources["flash_attention"] == "the command line"
+
+
+@pytest.mark.parametrize(
+    "text", ["OPTIMAL_BATCH_SIZE=many", "OPTIMAL_BATCH_SIZE=0", "USE_BF16=maybe", "USE_TORCH_COMPILE="]
+)
+def test_unreadable_settings_are_refused_by_name(parse, capsys, text) -> None:
+    with pytest.raises(SystemExit) as error:
+        parse(file=text)
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and text in said and ".env" in said
+
+
+def test_an_unreadable_file_is_refused(parse, capsys) -> None:
+    parse()
+    Path(".env").write_bytes(b"\xff\xfe\x00USE")
+    with pytest.raises(SystemExit) as error:
+        parse()
+    assert error.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_report_says_what_is_asked_what_is_active_and_from_where(run, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(script, "pick_precision", lambda *_: torch.float32)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: 1 / 0)
+    args = Args(**QUICK | {"bf16": True, "policy": "transformer", "env_id": "SnakeOneHot-v0", "total_timesteps": 60})
+    args = dataclasses.replace(args, run_dir="runs", flash_attention=True, dropout=0.0)
+    monkeypatch.chdir(os.environ.get("TMPDIR", "/tmp"))
+    main(args, {"bf16": "USE_BF16 in .env", "batch_size": "the command line"})
+    lines = capsys.readouterr().out.splitlines()
+    assert [
+        line.split(maxsplit=3) for line in lines if line.split()[:1] in (["batch_size"], ["bf16"], ["compile"])
+    ] == [
+        ["batch_size", "16", "16", "the command line"],
+        ["compile", "False", "False", "the default"],
+        ["bf16", "True", "False", "USE_BF16 in .env"],
+    ]
+    assert any(line.split()[:3] == ["flash_attention", "True", "flash_attention"] for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------ the loop
+
+
+def test_episodes_end_the_run_and_their_steps_are_named(run, capsys) -> None:
+    summary, folder = run(episodes=20, total_timesteps=None)
+    assert (
+        summary["episodes"] >= 20
+        and f"{summary['episodes']} games took {summary['env_steps']} steps" in capsys.readouterr().out
+    )
+
+
+def test_time_limits_bootstrap_and_ends_do_not(run) -> None:
+    _, folder = run(**SHORT, checkpoint_replay=True, gamma=0.5)
+    rings, held = load(folder)["replay"]["rings"], load(folder)["replay"]["held"]
+    obs, next_obs, discount = rings[0][:held], rings[1][:held], rings[4][:held]
+    fell = (next_obs[:, 0].abs() > 2.4) | (next_obs[:, 2].abs() > 0.2095)
+    assert fell.any() and torch.equal(discount == 0, fell) and set(discount[~fell].tolist()) == {0.5}
+    follows = (next_obs[:-1] == obs[1:]).all(1)
+    assert not follows[fell[:-1]].any() and (~follows & ~fell[:-1]).any()  # some ran out of time; the final one is kept
+
+
+def interrupt_after(monkeypatch, calls: int) -> None:
+    """Ctrl-C at a fixed step of the game."""
+    import signal
+
+    from envs.snake import SnakeEnv
+
+    count, step = [], SnakeEnv.step
+
+    def counting(self, action):
+        count.append(1)
+        if len(count) == calls:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, action)
+
+    monkeypatch.setattr(SnakeEnv, "step", counting)
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"num_envs": 3, "gradient_steps": -1}, {"policy": "transformer", "env_id": "SnakeOneHot-v0"}], ids=str
+)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch, capsys, flags) -> None:
+    flags = dict(checkpoint_replay=True) | flags
+    _, whole = run(run_name="whole", **flags)
+    interrupt_after(monkeypatch, 300)
+    _, halves = run(run_name="halves", **flags)
+    assert f"--resume {halves}" in capsys.readouterr().out and 300 <= load(halves)["counters"][0] < 330
+    monkeypatch.undo()
+    summary, _ = run(run_name="halves", resume=str(halves), **flags)
+    expected, got = load(whole), load(halves)
+    for part in ("q_net", "q_net_target"):
+        for name, value in expected[part].items():
+            assert torch.equal(value, got[part][name]), name
+    for ours, other in zip(expected["replay"]["rings"], got["replay"]["rings"]):
+        assert torch.equal(ours, other)
+    assert expected["games"]["envs"] == got["games"]["envs"] and summary["env_steps"] == load(whole)["counters"][0]
+
+
+def test_bf16_moves_what_the_network_says_and_reaches_every_weight(run, monkeypatch) -> None:
+    """One autocast context around the whole run, as the original had, goes on with the first weights."""
+    networks, said, gradients, init = [], [], [], QNetwork.__init__
+    probe = torch.eye(3)[torch.randint(3, (4, 6, 6))]
+    monkeypatch.setattr(QNetwork, "__init__", lambda self, *a: networks.append(self) or init(self, *a))
+    monkeypatch.setattr(script, "pick_precision", lambda *_: torch.bfloat16)
+
+    class WatchedAdam(torch.optim.Adam):
+        def step(self, *arguments):
+            super().step(*arguments)
+            gradients[:] = [weight.grad for weight in self.param_groups[0]["params"]]
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                said.append(networks[0](probe))
+
+    monkeypatch.setattr(torch.optim, "Adam", WatchedAdam)
+    flags = dict(policy="transformer", dropout=0.0, env_id="SnakeOneHot-v0", learning_rate=1e-2, total_timesteps=200)
+    summary, _ = run(**flags)
+    assert summary["precision"] == "bfloat16" and len(said) > 20
+    assert not any(torch.equal(before, after) for before, after in zip(said, said[1:]))
+    assert all(gradient.dtype == torch.float32 and gradient.abs().sum() > 0 for gradient in gradients)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+def test_compiled_learns_what_eager_learns(run) -> None:
+    _, eager = run(run_name="eager", **SHORT)
+    summary, compiled = run(run_name="compiled", compile=True, **SHORT)
+    assert summary["compiled"]
+    for name, value in load(eager)["q_net"].items():
+        torch.testing.assert_close(load(compiled)["q_net"][name], value, atol=1e-4, rtol=1e-3)
+
+
+def bias(summary: dict, folder: Path) -> list[float]:
+    return list(load(folder)["q_net"].values())[-1].tolist()
+
+
+def updates(summary: dict, folder: Path) -> int:
+    return load(folder)["counters"][1]
+
+
+FLAGS = {  # another value than QUICK's, and where it shows
+    "seed": (2, bias),
+    "total_timesteps": (800, lambda s, f: s["env_steps"]),
+    "run_name": ("other", lambda s, f: f.name),
+    "env_id": ("SnakeBlocks-v0", lambda s, f: scalars(f)["charts/episodic_return"][-1] < -100),
+    "board": ("5x7", lambda s, f: load(f)["games"]["obs"].shape),
+    "num_envs": (3, lambda s, f: load(f)["games"]["obs"].shape),
+    "policy": ("transformer", lambda s, f: s["sdpa"]),
+    "learning_rate": (1e-2, bias),
+    "lr_schedule": ("cosine", lambda s, f: scalars(f)["train/learning_rate"][-1]),
+    "buffer_size": (100, bias),
+    "learning_starts": (300, updates),
+    "batch_size": (32, lambda s, f: round(s["replay_ratio"])),
+    "tau": (0.5, lambda s, f: list(load(f)["q_net_target"].values())[-1].tolist()),
+    "gamma": (0.5, bias),
+    "train_freq": (8, updates),
+    "gradient_steps": (3, updates),
+    "target_update_interval": (50, lambda s, f: list(load(f)["q_net_target"].values())[-1].tolist()),
+    "exploration_fraction": (1.0, lambda s, f: scalars(f)["rollout/exploration_rate"][0] > 0.06),
+    "exploration_initial_eps": (0.3, lambda s, f: load(f)["games"]["actions"]),
+    "exploration_final_eps": (0.3, lambda s, f: scalars(f)["rollout/exploration_rate"][-1]),
+    "max_grad_norm": (1e-3, bias),
+    "threads": (2, lambda s, f: s["device"]),
+    "log_every": (1e9, lambda s, f: len(scalars(f)["charts/SPS"])),
+    "eval_every": (0.1, lambda s, f: len(scalars(f)["eval/score_mean"]) > 1),
+    "eval_episodes": (4, lambda s, f: s["eval_episodes"]),
+    "checkpoint_replay": (True, lambda s, f: "replay" in load(f)),
+    "video": (True, lambda s, f: (f / "videos" / "game.gif").exists()),
+    "profile": (True, lambda s, f: (f / "profile.json").exists()),
+}
+ELSEWHERE = {  # have a test of their own, here or for the same block in test_dqn_snake.py
+    "device", "max_seconds", "episodes", "run_dir", "bf16", "fp16", "tf32", "compile", "compile_mode", "cudagraph",
+    "sdpa", "flash_attention", "dropout", "learning_rate_end", "per_env_epsilon", "checkpoint_every", "resume",
+    "evaluate", "render", "import_sb3", "export_sb3", "wandb",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[dict, Path]:
+    folder = tmp_path_factory.mktemp("plain")
+    return main(Args(**QUICK | {"run_dir": str(folder), "run_name": "run"})), folder / "run"
+
+
+def test_no_flag_is_without_a_test() -> None:
+    assert {field.name for field in dataclasses.fields(Args)} == set(FLAGS) | ELSEWHERE
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_changes_what_it_says(run, plain, flag) -> None:
+    value, look = FLAGS[flag]
+    more = {"env_id": "SnakeOneHot-v0"} if flag == "policy" else {"board": "9x9"} if flag == "env_id" else {}
+    assert look(*run(**{flag: value} | more)) != look(*plain)
+
+
+def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> None:
+    summary, folder = run()
+    args = Args(**QUICK | {"evaluate": str(folder)})
+    assert main(args)["eval_score_mean"] == summary["eval_score_mean"]
+    monkeypatch.setattr(script.time, "sleep", lambda _: None)
+    main(dataclasses.replace(args, render=True))
+    assert "score 0" in capsys.readouterr().out
+
+
+def test_sb3s_curves_are_there(run) -> None:
+    read = scalars(run()[1])
+    expected = (
+        "rollout/ep_rew_mean rollout/ep_len_mean rollout/exploration_rate time/fps train/loss train/learning_rate "
+    )
+    expected += "charts/SPS charts/replay_ratio charts/score eval/score_mean perf/act_ms perf/learn_ms perf/warmup_s"
+    assert set(expected.split()) <= set(read) and all(np.isfinite(values).all() for values in read.values())
+
+
+def test_a_copied_script_runs_alone(tmp_path) -> None:
+    shutil.copytree(ROOT / "envs", tmp_path / "envs")
+    shutil.copy(ROOT / "dqn_snake_sb3_compat.py", tmp_path / "mine.py")
+    command = "mine.py --max-seconds 4 --board 5x5 --eval-episodes 5 --device cpu --export-sb3 mine.zip".split()
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("runs/mine__1__*/videos/game.gif")) and (tmp_path / "mine.zip").exists()
+
+
+BAD = [
+    *({name: 0} for name in "num_envs batch_size buffer_size threads train_freq gradient_steps episodes".split()),
+    *({name: -1} for name in "total_timesteps max_seconds learning_starts seed".split()),
+    {"gradient_steps": -2}, {"learning_rate": 0.0}, {"learning_rate": math.nan}, {"tau": 0.0}, {"gamma": 1.5},
+    {"exploration_initial_eps": 1.5}, {"seed": 2**32}, {"env_id": "Nothing-v0"}, {"board": "3x3"}, {"board": "axb"},
+    {"env_id": "Pendulum-v1", "board": None}, {"env_id": "FrozenLake-v1", "board": None},
+    {"env_id": "CartPole-v1", "board": "6x6"}, {"policy": "CnnPolicy"}, {"policy": "transformer"},
+    {"bf16": True, "fp16": True}, {"render": True}, {"import_sb3": "a.zip", "resume": "latest"}, {"resume": "nowhere"},
+    {"evaluate": "nowhere"}, {"buffer_size": 10**13}, {"run_dir": "/proc/nowhere"},
+    {"export_sb3": "/proc/nowhere/a.zip"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", BAD, ids=str)
+def test_bad_values_are_refused_in_one_line(flags, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"run_dir": str(tmp_path / "runs")} | flags))
+    said = capsys.readouterr().err
+    flag = "env_id" if "env_id" in flags else next(iter(flags))
+    assert error.value.code == 2 and said.count("\n") == 1 and f"--{flag.replace('_', '-')}" in said, said
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("flags", [{}, {"bf16": True}, {"fp16": True}, {"tf32": True}], ids=str)
+def test_graphs_learn_what_eager_learns(run, flags) -> None:
+    flags = SHORT | flags | {"device": "cuda", "lr_schedule": "cosine"}
+    _, eager = run(run_name="eager", **flags)
+    summary, graphs = run(run_name="graphs", cudagraph=True, **flags)
+    assert summary["cudagraph"]
+    for name, value in load(eager)["q_net"].items():
+        torch.testing.assert_close(load(graphs)["q_net"][name], value, atol=1e-2, rtol=1e-2)
