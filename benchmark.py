@@ -3,6 +3,7 @@
     python benchmark.py                         # --suite env, update and switches: 20 minutes on two cores
     python benchmark.py --suite learn           # learning: three seeds of 60, 120 and 600 seconds
     python benchmark.py --suite learn --fast    # one seed of 60 seconds
+    python benchmark.py --suite sb3             # dqn_snake_sb3_compat.py beside Stable-Baselines3
 
 Every suite replaces its own section of benchmarks.md and leaves the rest alone; raw results go to benchmarks/*.json.
 Commands that are compared take turns (A B A B ...), medians are over `--repeats` runs after one that does not count.
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parent
 
 @dataclass
 class Options:
-    suite: Literal["default", "env", "update", "switches", "learn", "all"] = "default"
+    suite: Literal["default", "env", "update", "switches", "learn", "sb3", "all"] = "default"
     """what to measure; default is env, update and switches"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where"""
@@ -66,14 +67,14 @@ def table(header: str, rows: list[list]) -> str:
     return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
 
 
-def run(flags: str, options: Options) -> dict:
+def run(flags: str, options: Options, script: str = "dqn_snake.py") -> dict:
     """Summary of one run of the real script."""
     folder = ROOT / "runs" / f"benchmark-{os.getpid()}-{time.monotonic_ns()}"
-    command = [sys.executable, "dqn_snake.py", "--device", options.device, "--no-video", "--run-name", folder.name]
+    command = [sys.executable, script, "--device", options.device, "--no-video", "--run-name", folder.name]
     done = subprocess.run([*command, *shlex.split(flags)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"dqn_snake.py {flags} failed:\n{done.stderr}")
-    print(f"  dqn_snake.py {flags}", flush=True)
+        sys.exit(f"{script} {flags} failed:\n{done.stderr}")
+    print(f"  {script} {flags}", flush=True)
     return json.loads((folder / "summary.json").read_text()) | {"flags": flags, "run": folder.name}
 
 
@@ -188,7 +189,47 @@ def suite_learn(options: Options, device: torch.device) -> tuple[str, dict]:
     return table("flags | mean food, seeds 1 · 2 · 3 | mean | best game | env steps/s", rows), {"runs": raw}
 
 
-SUITES = {"env": suite_env, "update": suite_update, "switches": suite_switches, "learn": suite_learn}
+def sb3(env_id: str, num_envs: int, threads: int, seconds: float) -> None:
+    """Print the env steps per second of Stable-Baselines3's DQN at its defaults; runs in a process of its own."""
+    import gymnasium
+    from stable_baselines3 import DQN
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    import envs  # noqa: F401  (registers the games)
+
+    torch.set_num_threads(threads)
+    games = DummyVecEnv([lambda: gymnasium.make(env_id, disable_env_checker=True) for _ in range(num_envs)])
+    model = DQN("MlpPolicy", games, exploration_initial_eps=0.05, exploration_final_eps=0.05, device="cpu", seed=1)
+    start = time.perf_counter()
+    model.learn(10**7, callback=lambda *_: time.perf_counter() - start < seconds)
+    print(json.dumps(model.num_timesteps / (time.perf_counter() - start)))
+
+
+def suite_sb3(options: Options, device: torch.device) -> tuple[str, dict]:
+    """`dqn_snake_sb3_compat.py` beside Stable-Baselines3, in turn: same game, network, batch 32, train_freq 4."""
+    cases = [("CartPole-v1", 1), ("CartPole-v1", 8), ("Snake-v0", 1), ("Snake-v0", 8)]
+    rows, raw, seconds = [], {}, 2 if options.fast else 5
+    for env_id, num_envs in cases:
+        flags = f"--env-id {env_id} --num-envs {num_envs} --max-seconds {seconds} --exploration-initial-eps 0.05 "
+        flags += "--eval-every 0 --eval-episodes 1"
+        rates = {"ours": [], "SB3, 1 thread": [], "SB3, all threads": []}
+        for _ in range(options.repeats + 1):
+            one = run(flags, options, "dqn_snake_sb3_compat.py")
+            rates["ours"].append(one["env_steps_per_second"])
+            for name, threads in (("SB3, 1 thread", 1), ("SB3, all threads", torch.get_num_threads())):
+                code = f"import benchmark; benchmark.sb3({env_id!r}, {num_envs}, {threads}, {seconds})"
+                done = subprocess.run(
+                    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+                )
+                rates[name].append(json.loads(done.stdout.splitlines()[-1]))
+        rates = {name: values[1:] for name, values in rates.items()}
+        raw[f"{env_id} x {num_envs}"] = rates
+        ours, *peers = (statistics.median(values) for values in rates.values())
+        rows.append([f"{env_id}, {num_envs}", *map(spread, rates.values()), f"{ours / max(peers):.1f}×"])
+    return table("game, how many | " + " | ".join(rates) + " | to the faster SB3", rows), raw
+
+
+SUITES = {"env": suite_env, "update": suite_update, "switches": suite_switches, "learn": suite_learn, "sb3": suite_sb3}
 
 
 def draw() -> None:

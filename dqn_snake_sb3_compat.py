@@ -792,7 +792,8 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     cosine = Cosine(args.learning_rate, args.learning_rate_end)
     replay = Replay(args, envs[0].observation_space, device)
     index = torch.zeros(args.batch_size, dtype=torch.int64, device=device)  # what the next update learns from
-    learned = torch.zeros(3, device=device)  # since the last log: loss, updates skipped; and skipped in a row
+    learned = torch.zeros(3, device=device)
+    loss_sum, skipped, streak = learned.unbind()  # since the last log, updates skipped too; updates skipped in a row
     watch = Stopwatch(device)
 
     actions = envs[0].action_space
@@ -901,14 +902,14 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     def log() -> None:
         seconds = watch.read()
         steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
-        loss, skipped, in_a_row = learned.tolist()
+        loss, lost, in_a_row = learned.tolist()
         learned[:2] = 0
         scalars = {
             "charts/SPS": steps / wall,
             "charts/updates_per_second": learns / wall,
             "charts/samples_per_second": learns * args.batch_size / wall,
             "charts/replay_ratio": learns * args.batch_size / steps,
-            "losses/skipped_updates": skipped,
+            "losses/skipped_updates": lost,
             "perf/rollout_fraction": 1 - seconds["learn"] / wall,
             "rollout/exploration_rate": epsilon,
             "train/learning_rate": learning_rate.item(),
@@ -945,7 +946,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
         return torch.autocast(device.type, dtype, cache_enabled=False) if dtype != torch.float32 else nullcontext()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def policy(obs: torch.Tensor) -> torch.Tensor:
         with autocast():
             return actor(obs).argmax(1)
@@ -1000,9 +1001,10 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             scaler.update()
         elif finite:
             optimizer.step()
-        learned[0] += torch.where(finite, loss.detach(), 0)
-        learned[1] += ~finite
-        learned[2] = torch.where(finite & (learned[2] < 10), 0, learned[2] + 1)  # from ten on it only grows
+        loss_sum.add_(loss.detach().nan_to_num(0, 0, 0))
+        if cuda or not finite or streak:  # on a CPU it is free to look, and the three lines take 20 us
+            skipped.add_(~finite)
+            streak.copy_(torch.where(finite & (streak < 10), 0, streak + 1))  # from ten on it only grows
 
     # --- switches: they wrap `policy`, `loss_of` and `update` -----------------------------------------------------
     policy_step, loss_step = policy, loss_of
