@@ -215,6 +215,17 @@ def test_attention_kernels_agree_with_the_written_out_one() -> None:
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["mlp", "attention"])
+def test_networks_see_where_the_body_lies(kind: str) -> None:
+    q_network, obs = network(network=kind), boards(20)
+    moved = obs.clone().flatten(1)
+    for cells in moved:
+        body, empty = ((cells >= BODY) & (cells < HEAD)).nonzero()[0], (cells == 0).nonzero()[0]
+        cells[empty], cells[body] = cells[body].clone(), 0
+    changes = (q_network(moved.view_as(obs)) - q_network(obs)).abs().amax(1)
+    assert (changes > 1e-6).all()
+
+
 # ------------------------------------------------------------------------------------------------ the loop
 
 
