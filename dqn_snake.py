@@ -554,9 +554,13 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
 
 
 def compiled(function: Callable, mode: str, *example: torch.Tensor) -> Callable:
-    """`function` compiled, or as it is where that fails: compilation is lazy, so only running it here shows."""
+    """`function` compiled, or as it is where that fails: compilation is lazy, so only running it here shows.
+
+    Nothing it looks at but the values of tensors may change later: looking for that at every call took 30 us.
+    """
+    options = torch._inductor.list_mode_options(mode) | {"guard_filter_fn": lambda guards: [False] * len(guards)}
     try:
-        fast = torch.compile(function, mode=mode)
+        fast = torch.compile(function, options=options)
         fast(*example)
         return fast
     except Exception as error:
@@ -859,6 +863,7 @@ def main(args: Args) -> dict:
     # --- switches: they wrap `policy`, `loss_of`, `rollout` and `update` ------------------------------------------
     policy_step, loss_step = policy, loss_of
     if args.compile:
+        torch._dynamo.reset()  # of a run before this one in the same process
         some, zeros = obs[torch.arange(args.batch_size) % args.num_envs], torch.zeros(args.batch_size, device=device)
         policy_step = compiled(policy, args.compile_mode, obs)
         loss_step = compiled(loss_of, args.compile_mode, some, zeros.to(torch.int8), zeros, zeros, some)
