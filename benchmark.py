@@ -256,7 +256,7 @@ def inactive(words: list[str], one: dict) -> dict[str, str]:
     """The switches among `words` that did not work in a run, and what ran instead."""
     ran = {"bf16": one["precision"].replace("bfloat", "bf"), "compile": "compile" if one["compiled"] else "eager mode"}
     ran |= dict.fromkeys(("flash", "efficient", "math"), one["sdpa"].removesuffix("_attention"))
-    return {word: f"{word} not active: {ran[word]} ran" for word in words if ran.get(word, word) != word}
+    return {word: f"{word} not active, {ran[word]} instead" for word in words if ran.get(word, word) != word}
 
 
 def steady(folder: Path) -> dict[str, float]:
@@ -290,12 +290,12 @@ def suite_sweep(options: Options, device: torch.device) -> tuple[str, dict]:
         flags += (
             "15 " if "compile" not in words else "60 " if device.type == "cpu" else "90 "
         )  # to compile takes a part of it
-        flags += " ".join(SWEPT[word] for word in words)
+        switches = " ".join(SWEPT[word] for word in words)
         for batch in batches:
             cell, marks = {}, {word: off[word] for word in words if word in off}
             try:
                 if not marks:
-                    one = run(f"{flags} --batch-size {batch}", options, "dqn_snake_sb3_compat.py")
+                    one = run(f"{flags}--batch-size {batch} {switches}".strip(), options, "dqn_snake_sb3_compat.py")
                     cell, marks = one | steady(ROOT / "runs" / one["run"]), inactive(words, one)
                     off |= marks if batch == batches[0] else {}  # what the smallest batch does without, all do
                     marks |= {} if one["updates_per_second"] else {"time": "no update in time"}
