@@ -290,7 +290,7 @@ def suite_sweep(options: Options, device: torch.device) -> tuple[str, dict]:
         flags += (
             "15 " if "compile" not in words else "60 " if device.type == "cpu" else "90 "
         )  # to compile takes a part of it
-        switches = " ".join(SWEPT[word] for word in words)
+        switches = " ".join(SWEPT[word] for word in words).strip()
         for batch in batches:
             cell, marks = {}, {word: off[word] for word in words if word in off}
             try:
