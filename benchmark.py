@@ -229,12 +229,14 @@ def suite_sb3(options: Options, device: torch.device) -> tuple[str, dict]:
     cases = [("CartPole-v1", 1), ("CartPole-v1", 8), ("Snake-v0", 1), ("Snake-v0", 8)]
     rows, raw, seconds = [], {}, 2 if options.fast else 5
     for env_id, num_envs in cases:
-        flags = f"--env-id {env_id} --num-envs {num_envs} --max-seconds {seconds} --exploration-initial-eps 0.05 "
-        flags += "--eval-every 0 --eval-episodes 1"
-        rates = {"ours": [], "SB3, 1 thread": [], "SB3, all threads": []}
+        flags = f"--env-id {env_id} --num-envs {num_envs} --exploration-initial-eps 0.05 --eval-every 0 "
+        flags += "--eval-episodes 1"
+        rates = {"ours": [], "ours, `--compile`": [], "SB3, 1 thread": [], "SB3, all threads": []}
         for _ in range(options.repeats + 1):
-            one = run(flags, options, "dqn_snake_sb3_compat.py")
-            rates["ours"].append(one["env_steps_per_second"])
+            for name, more in (("ours", ""), ("ours, `--compile`", "--compile")):
+                budget = f"--max-seconds {seconds + 5 * bool(more)}"  # compiling takes five and is not counted
+                one = run(f"{flags} {budget} {more}".strip(), options, "dqn_snake_sb3_compat.py")
+                rates[name].append(one["env_steps_per_second"])
             for name, threads in (("SB3, 1 thread", 1), ("SB3, all threads", torch.get_num_threads())):
                 code = f"import benchmark; benchmark.sb3({env_id!r}, {num_envs}, {threads}, {seconds})"
                 done = subprocess.run(
@@ -243,9 +245,10 @@ def suite_sb3(options: Options, device: torch.device) -> tuple[str, dict]:
                 rates[name].append(json.loads(done.stdout.splitlines()[-1]))
         rates = {name: values[1:] for name, values in rates.items()}
         raw[f"{env_id} x {num_envs}"] = rates
-        ours, *peers = (statistics.median(values) for values in rates.values())
-        rows.append([f"{env_id}, {num_envs}", *map(spread, rates.values()), f"{ours / max(peers):.1f}×"])
-    return table("game, how many | " + " | ".join(rates) + " | to the faster SB3", rows), raw
+        ours, compiled, *peers = (statistics.median(values) for values in rates.values())
+        ratios = f"{ours / max(peers):.1f}× | {compiled / max(peers):.1f}×"
+        rows.append([f"{env_id}, {num_envs}", *map(spread, rates.values()), ratios])
+    return table("game, how many | " + " | ".join(rates) + " | to the faster SB3 | with `--compile`", rows), raw
 
 
 SWEPT = {"fp32": "", "tf32": "--tf32", "bf16": "--bf16", "compile": "--compile"}  # flags by words of its rows' names
@@ -257,20 +260,6 @@ def inactive(words: list[str], one: dict) -> dict[str, str]:
     ran = {"bf16": one["precision"].replace("bfloat", "bf"), "compile": "compile" if one["compiled"] else "eager mode"}
     ran |= dict.fromkeys(("flash", "efficient", "math"), one["sdpa"].removesuffix("_attention"))
     return {word: f"{word} not active, {ran[word]} instead" for word in words if ran.get(word, word) != word}
-
-
-def steady(folder: Path) -> dict[str, float]:
-    """Rates of a run, medians over its log intervals but the first; nothing where there is no second.
-
-    The first loads libraries and compiles the backward pass: a minute of compiled updates loses a tenth by it.
-    """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    tags = {rate: rate for rate in ("samples_per_second", "updates_per_second", "replay_ratio")}
-    tags["env_steps_per_second"] = "SPS"
-    points = {rate: [point.value for point in events.Scalars(f"charts/{tag}")][1:] for rate, tag in tags.items()}
-    return {rate: statistics.median(values) for rate, values in points.items() if values}
 
 
 def suite_sweep(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -296,7 +285,7 @@ def suite_sweep(options: Options, device: torch.device) -> tuple[str, dict]:
             try:
                 if not marks:
                     one = run(f"{flags}--batch-size {batch} {switches}".strip(), options, "dqn_snake_sb3_compat.py")
-                    cell, marks = one | steady(ROOT / "runs" / one["run"]), inactive(words, one)
+                    cell, marks = one, inactive(words, one)
                     off |= marks if batch == batches[0] else {}  # what the smallest batch does without, all do
                     marks |= {} if one["updates_per_second"] else {"time": "no update in time"}
             except MemoryError:

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -553,14 +553,10 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     return torch.float32
 
 
-def compiled(function: Callable, mode: str, *example: torch.Tensor) -> Callable:
-    """`function` compiled, or as it is where that fails: compilation is lazy, so only running it here shows.
-
-    Nothing it looks at but the values of tensors may change later: looking for that at every call took 30 us.
-    """
-    options = torch._inductor.list_mode_options(mode) | {"guard_filter_fn": lambda guards: [False] * len(guards)}
+def compiled(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
+    """`function` compiled, or as it is where that fails: compilation is lazy, so only running it here shows."""
     try:
-        fast = torch.compile(function, options=options)
+        fast = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
         fast(*example)
         return fast
     except Exception as error:
@@ -863,7 +859,6 @@ def main(args: Args) -> dict:
     # --- switches: they wrap `policy`, `loss_of`, `rollout` and `update` ------------------------------------------
     policy_step, loss_step = policy, loss_of
     if args.compile:
-        torch._dynamo.reset()  # of a run before this one in the same process
         some, zeros = obs[torch.arange(args.batch_size) % args.num_envs], torch.zeros(args.batch_size, device=device)
         policy_step = compiled(policy, args.compile_mode, obs)
         loss_step = compiled(loss_of, args.compile_mode, some, zeros.to(torch.int8), zeros, zeros, some)

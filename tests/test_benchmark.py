@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 import benchmark
 import dqn_snake_sb3_compat as script
@@ -26,7 +25,6 @@ def nowhere_else(monkeypatch, tmp_path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(benchmark, "ROOT", tmp_path)
-    monkeypatch.setattr(benchmark, "steady", lambda folder: {})
     shutil.copy(ROOT / "benchmarks.md", tmp_path)
 
 
@@ -155,17 +153,6 @@ def test_only_memory_is_forgiven_and_no_setting_is_inherited(monkeypatch, code, 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(failure):
         benchmark.run("--bf16", Options(), "dqn_snake_sb3_compat.py")
-
-
-def test_rates_leave_out_the_first_interval(monkeypatch, tmp_path) -> None:
-    monkeypatch.undo()
-    with SummaryWriter(tmp_path) as writer:
-        for step, rate in enumerate((1, 10, 30, 20)):
-            for tag in ("SPS", "samples_per_second", "updates_per_second", "replay_ratio"):
-                writer.add_scalar(f"charts/{tag}", rate, step)
-    assert benchmark.steady(tmp_path) == dict.fromkeys(
-        ("samples_per_second", "updates_per_second", "replay_ratio", "env_steps_per_second"), 20
-    )
 
 
 OLD = """# mine
