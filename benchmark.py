@@ -41,8 +41,8 @@ PLAIN = {"OPTIMAL_BATCH_SIZE": "32", "USE_TORCH_COMPILE": "false", "USE_FLASH_AT
 
 @dataclass
 class Options:
-    suite: Literal["default", "env", "update", "switches", "learn", "sb3", "sweep", "all"] = "default"
-    """what to measure; default is env, update and switches, and sb3 includes sweep"""
+    suite: Literal["default", "env", "update", "switches", "learn", "sb3", "sb3-learn", "sweep", "all"] = "default"
+    """what to measure; default is env, update and switches, and sb3 includes sb3-learn and sweep"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where"""
     repeats: int = 5
@@ -251,6 +251,45 @@ def suite_sb3(options: Options, device: torch.device) -> tuple[str, dict]:
     return table("game, how many | " + " | ".join(rates) + " | to the faster SB3 | with `--compile`", rows), raw
 
 
+TUNED = dict(  # for CartPole-v1, from rl-baselines3-zoo
+    learning_rate=2.3e-3, batch_size=64, buffer_size=100_000, learning_starts=1000, target_update_interval=10,
+    train_freq=256, gradient_steps=128, exploration_fraction=0.16, exploration_final_eps=0.04,
+)  # fmt: skip
+
+
+def sb3_learn(seed: int) -> None:
+    """Print seconds and mean return over 100 games of SB3's DQN after 50,000 steps; runs in a process of its own."""
+    from stable_baselines3 import DQN
+    from stable_baselines3.common.evaluation import evaluate_policy
+
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    model = DQN("MlpPolicy", "CartPole-v1", device="cpu", seed=seed, **TUNED).learn(50_000)
+    seconds = time.perf_counter() - start
+    print(json.dumps([seconds, float(evaluate_policy(model, model.get_env(), 100)[0])]))
+
+
+def suite_sb3_learn(options: Options, device: torch.device) -> tuple[str, dict]:
+    """CartPole-v1 learned for 50,000 steps by both, with the same tuned hyperparameters: mean return, 500 at most."""
+    flags = "--env-id CartPole-v1 --total-timesteps 50000 --eval-every 0 --threads 1 "
+    flags += " ".join(f"--{name.replace('_', '-')} {value}" for name, value in TUNED.items())
+    rows, raw, seeds = [], {}, (1,) if options.fast else (1, 2, 3)
+    for name, more in (("ours", ""), ("ours, `--compile`", " --compile"), ("SB3", None)):
+        found = []
+        for seed in seeds:
+            if more is None:
+                command = [sys.executable, "-c", f"import benchmark; benchmark.sb3_learn({seed})"]
+                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+                found.append(json.loads(done.stdout.splitlines()[-1]))
+            else:
+                one = run(f"{flags} --seed {seed}{more}", options, "dqn_snake_sb3_compat.py")
+                found.append([one["wall_seconds"], one["eval_score_mean"]])
+        seconds, scores = zip(*found)
+        rows.append([name, " · ".join(f"{score:.0f}" for score in scores), spread(list(seconds), 1)])
+        raw[name] = found
+    return table("who | mean return of 100 games, seeds " + " · ".join(map(str, seeds)) + " | seconds", rows), raw
+
+
 SWEPT = {"fp32": "", "tf32": "--tf32", "bf16": "--bf16", "compile": "--compile"}  # flags by words of its rows' names
 SWEPT |= {kernel: f"--sdpa {kernel}" for kernel in ("flash", "efficient", "math")}
 
@@ -348,7 +387,7 @@ def write_env(values: dict[str, str]) -> None:
 
 
 SUITES = {"env": suite_env, "update": suite_update, "switches": suite_switches, "learn": suite_learn, "sb3": suite_sb3}
-SUITES["sweep"] = suite_sweep
+SUITES |= {"sb3-learn": suite_sb3_learn, "sweep": suite_sweep}
 
 
 def draw() -> None:
@@ -388,7 +427,7 @@ def main(options: Options) -> None:
     cuda = options.device != "cpu" and torch.cuda.is_available()
     device, page = torch.device("cuda" if cuda else "cpu"), ROOT / "benchmarks.md"
     (ROOT / "benchmarks").mkdir(exist_ok=True)
-    groups = {"default": ["env", "update", "switches"], "sb3": ["sb3", "sweep"], "all": list(SUITES)}
+    groups = {"default": ["env", "update", "switches"], "sb3": ["sb3", "sb3-learn", "sweep"], "all": list(SUITES)}
     names = groups.get(options.suite, [options.suite])
     if options.write_env and "sweep" not in names:
         refuse(f"--write-env: --suite {options.suite} has nothing to write; with sweep, sb3 or all it works")

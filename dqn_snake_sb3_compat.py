@@ -401,13 +401,9 @@ class Replay:
         obs = [(shape + space.shape, space.dtype)] * 2
         kinds = [*obs, (shape, np.dtype(np.int64)), (shape, np.dtype(np.float32)), (shape, np.dtype(np.float32))]
         refuse_if_too_large("--buffer-size", sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds), device)
-        if device.type == "cpu":
-            self.rings = [np.zeros(shape, dtype) for shape, dtype in kinds]  # memory is taken as it fills
-            self.flat = [torch.from_numpy(ring).flatten(0, 1) for ring in self.rings]
-        else:
-            like = [torch.from_numpy(np.empty(0, dtype)).dtype for _, dtype in kinds]
-            self.rings = [torch.zeros(kind[0], dtype=dtype, device=device) for kind, dtype in zip(kinds, like)]
-            self.flat = [ring.flatten(0, 1) for ring in self.rings]
+        rings = [torch.from_numpy(np.zeros(*kind)).to(device) for kind in kinds]  # on a CPU memory is taken as it fills
+        self.flat = [ring.flatten(0, 1) for ring in rings]
+        self.rings = [ring.numpy() for ring in rings] if device.type == "cpu" else rings
 
     def state_dict(self) -> dict[str, Any]:
         return {"rings": self.flat, "row": self.row, "held": self.held}
@@ -876,8 +872,8 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
                 f"--import-sb3 {args.import_sb3}: does not fit --env-id {args.env_id} --policy {args.policy} ({reason})"
             )
         global_step = earlier = data.get("num_timesteps", 0)
-        names = ("_n_updates", "_n_calls", "_episode_num", "exploration_rate")
-        updates, calls, episodes, epsilon = (data.get(name, 0) for name in names)
+        counters = ("_n_updates", "_n_calls", "_episode_num", "exploration_rate")
+        updates, calls, episodes, epsilon = (data.get(name, 0) for name in counters)
         print(
             f"{args.import_sb3}: goes on after {global_step:,} steps and {updates:,} updates; the replay starts empty"
         )

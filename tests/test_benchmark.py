@@ -253,9 +253,9 @@ def test_a_device_that_was_never_measured_gets_a_section_below_the_cpu_s(tmp_pat
     assert after.index("<!-- sweep cpu -->") < after.index(new)
 
 
-def test_suite_sb3_has_the_side_by_side_first_and_then_the_sweep(monkeypatch) -> None:
+def test_suite_sb3_has_the_side_by_side_first_and_the_sweep_last(monkeypatch) -> None:
     ran = []
     for name in benchmark.SUITES:
         monkeypatch.setitem(benchmark.SUITES, name, lambda options, device, name=name: (ran.append(name), ("", {}))[1])
     main(Options("sb3", "cpu"))
-    assert ran == ["sb3", "sweep"]
+    assert ran == ["sb3", "sb3-learn", "sweep"]

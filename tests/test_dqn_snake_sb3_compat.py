@@ -461,6 +461,14 @@ def test_bf16_moves_what_the_network_says_and_reaches_every_weight(run, monkeypa
     assert all(gradient.dtype == torch.float32 and gradient.abs().sum() > 0 for gradient in gradients)
 
 
+def test_bf16_learns_what_fp32_learns(run, monkeypatch) -> None:
+    """Random play, so that both see the same transitions: the losses of 190 updates stay within a few percent."""
+    flags = SHORT | {"total_timesteps": 800, "log_every": 1e9}
+    plain = scalars(run(run_name="fp32", **flags)[1])["losses/td_loss"]
+    monkeypatch.setattr(script, "pick_precision", lambda *_: torch.bfloat16)
+    assert scalars(run(run_name="bf16", **flags)[1])["losses/td_loss"] == pytest.approx(plain, rel=0.05)
+
+
 @pytest.mark.parametrize("flags", [SHORT, ATTENTION | {"total_timesteps": 200}], ids=str)
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
 def test_compiled_learns_what_eager_learns(run, flags) -> None:
