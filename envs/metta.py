@@ -505,6 +505,111 @@ class MettaArena:
             return render_rgb(self)
 
 
+ITEM_COLORS = dict(zip(ITEMS, ("#c0763b", "#5b8def", "#57b26a", "#f2c14e", "#7fb2ff", "#8fdc9b", "#ff5a6e", "#b9c4d6",
+                               "#5ee6f5", "#d58cff")))  # fmt: skip
+
+
+def _label(index: int) -> str:
+    """One sign for each agent: 0 to 9, a to z, then + for all others."""
+    return "0123456789abcdefghijklmnopqrstuvwxyz"[index] if index < 36 else "+"
+
+
+def _carried(body: Thing) -> dict[str, int]:
+    return {item: held for item, held in zip(ITEMS, body.inventory) if held}
+
+
+def render_ansi(arena: MettaArena) -> str:
+    """The map in text, two signs a cell, and what each agent carries.
+
+    An agent is an arrow (* while frozen) and its number, a converter the first letter of its name in capitals and how
+    many products wait in it (~ none yet, but at work or cooling), [] a block and ## a wall.
+    """
+
+    def signs(thing: Thing | None) -> str:
+        if thing is None or thing.name in ("wall", "block"):
+            return {None: " .", "wall": "##", "block": "[]"}[thing and thing.name]
+        if thing.name == "agent":
+            return ("*" if thing.timer else "▲▼◀▶"[thing.heading]) + _label(arena.bodies.index(thing))
+        stock = sum(thing.inventory[ITEMS.index(item)] for item in arena.rules.book[thing.name].outputs)
+        return thing.name[0].upper() + (str(min(stock, 9)) if stock else "~" if thing.timer else "0")
+
+    edge = VIEW - 1  # one ring of the outer wall is enough
+    lines = ["".join(map(signs, row[edge:-edge])) for row in arena.grid[edge:-edge]]
+    lines += [
+        f"{_label(i)}: " + (", ".join(f"{held} {item}" for item, held in _carried(body).items()) or "nothing")
+        for i, body in enumerate(arena.bodies)
+    ]
+    return "\n".join([f"step {arena.clock} of {arena.limit}", *lines])
+
+
+def render_rgb(arena: MettaArena) -> np.ndarray:
+    """The map as (height, width, 3) uint8, 20 pixels a cell, beside it what each agent carries.
+
+    A converter has the color and initial of what it makes, waiting products as dots along its foot, what was put in
+    along its top, and a bar that shrinks while it works and cools. An agent wears its number and looks where it faces;
+    a ring of ice is melting around a frozen one, and its load lies under it.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    size, edge = 40, VIEW - 1  # drawn twice as large and then halved, for smooth edges
+    rows, columns = (side - 2 * edge for side in arena.rules.shape)
+    height = max(rows, len(arena.bodies) + 2) * size
+    image = Image.new("RGB", (columns * size + 9 * size, height), "#0f1420")
+    draw = ImageDraw.Draw(image)
+    font, small = (ImageFont.load_default(size * part) for part in (0.55, 0.45))
+
+    def dots(items: Mapping[str, int], left: float, y: float) -> None:
+        held = [item for item, number in items.items() for _ in range(number)]
+        for i, item in enumerate(held[:5]):
+            x = left + (i - (min(len(held), 5) - 1) / 2) * 0.18 * size
+            draw.ellipse((x - 3.4, y - 3.4, x + 3.4, y + 3.4), ITEM_COLORS[item], "#0f1420")
+
+    def agent(body: Thing, x: float, y: float, i: int) -> None:
+        hue = f"hsl({i * 360 // len(arena.bodies)}, 65%, 62%)"
+        (down, across), radius = MOVES[body.heading], 0.36 * size
+        nose = (x + across * 0.5 * size, y + down * 0.5 * size)
+        draw.polygon((nose, (x + down * radius, y + across * radius), (x - down * radius, y - across * radius)), hue)
+        draw.ellipse((x - radius, y - radius, x + radius, y + radius), hue)
+        if body.timer:
+            box = (x - 0.46 * size, y - 0.46 * size, x + 0.46 * size, y + 0.46 * size)
+            draw.arc(box, -90, -90 + 360 * body.timer / arena.rules.freeze, "#bff3ff", 5)
+        draw.text((x, y), _label(i), "#0f1420", font, anchor="mm")
+
+    for row in range(rows):
+        for column in range(columns):
+            thing, left, top = arena.grid[row + edge][column + edge], column * size, row * size
+            x, y, foot = left + size / 2, top + size / 2, top + 0.88 * size
+            draw.rectangle((left, top, left + size - 1, top + size - 1), "#1a2233" if (row + column) % 2 else "#1d2638")
+            if thing is None or thing.name == "agent":
+                continue
+            if thing.name in ("wall", "block"):
+                inset = 0 if thing.name == "wall" else 5
+                box = (left + inset, top + inset, left + size - 1 - inset, top + size - 1 - inset)
+                draw.rectangle(box, "#3a4459" if thing.name == "wall" else "#8a7358")
+                continue
+            recipe, held = arena.rules.book[thing.name], _carried(thing)
+            color = ITEM_COLORS[next(iter(recipe.outputs))]
+            draw.rounded_rectangle((left + 2, top + 2, left + size - 3, top + size - 3), 8, "#252f45", color, 3)
+            draw.text((x, y - 1), thing.name[0].upper(), color, font, anchor="mm")
+            dots({item: n for item, n in held.items() if item not in recipe.outputs}, x, top + 0.14 * size)
+            dots({item: n for item, n in held.items() if item in recipe.outputs}, x, foot)
+            rest = (size - 12) * thing.timer / (recipe.cooldown + 1)
+            draw.rectangle((left + 6, top + 0.7 * size, left + 6 + rest, top + 0.75 * size), color if rest else "#252f45")
+    text = columns * size + size / 2
+    draw.text((text, size), f"step {arena.clock} of {arena.limit}", "#e8edf7", font, anchor="lm")
+    for i, body in enumerate(arena.bodies):
+        x, y = (body.column - edge + 0.5) * size, (body.row - edge + 0.5) * size
+        agent(body, x, y, i)
+        dots(_carried(body), x, y + 0.4 * size)
+        line = (i + 2.5) * size
+        agent(body, text + size / 4, line, i)
+        for slot, (item, held) in enumerate(_carried(body).items()):
+            x = text + (1.2 + 1.25 * slot) * size
+            draw.ellipse((x - 8, line - 8, x + 8, line + 8), ITEM_COLORS[item])
+            draw.text((x + 12, line), str(held), "#e8edf7", small, anchor="lm")
+    return np.asarray(image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX))
+
+
 class MettaBatch:
     """`num_instances` arenas at once, every tensor on `device`; agrees with `MettaArena` token for token.
 
