@@ -5,7 +5,7 @@ armor and a lasery lasers, and a laser freezes another agent and takes all it ca
 same actions and same (seed, lane) give the same tokens. Every draw is a hash of (seed, lane, episode, what for).
 
 An observation is 200 tokens of three bytes, [row << 4 | column in the 11x11 window, feature, value], nearest first:
-four about the agent's episode, then those of every thing in sight; 255 fills the rest. The last reward is in hundredths.
+four about the agent's episode, then those of every thing in sight; 255 fills the rest. Rewards are in hundredths there.
 """
 
 from collections.abc import Mapping
@@ -155,7 +155,7 @@ class Rules:
             )
         codes = FIRST + self.instances * (len(self.converters) + self.agents)
         if codes > 256:
-            raise ValueError(f"{codes - FIRST} converters and agents in {self.instances} instances: must be 253 or less")
+            raise ValueError(f"{codes - FIRST} converters and agents in all instances: must be 253 or less")
 
     @property
     def book(self) -> dict[str, Recipe]:
@@ -237,9 +237,9 @@ class Thing:
 class MettaArena:
     """The rule book: one arena, written to be read. It follows PettingZoo's parallel API.
 
-    `rules` are the fields of `Rules`; `lane` picks the random stream, as lane i of `MettaBatch` has it. Observations are
-    (200, 3) uint8, rewards float, actions 0 to 24 in the order of `ACTIONS`. When an episode is truncated, `agents` is
-    empty until the next reset and each agent's info holds its statistics (`STATS`) under "episode".
+    `rules` are the fields of `Rules`; `lane` picks the random stream, as lane i of `MettaBatch` has it. Observations
+    are (200, 3) uint8, rewards float, actions 0 to 24 in the order of `ACTIONS`. When an episode is truncated, `agents`
+    is empty until the next reset and each agent's info holds its statistics (`STATS`) under "episode".
     """
 
     metadata = {"render_modes": ["rgb_array", "ansi"], "name": "MettaArena-v0", "render_fps": 12}
@@ -514,6 +514,11 @@ def _label(index: int) -> str:
     return "0123456789abcdefghijklmnopqrstuvwxyz"[index] if index < 36 else "+"
 
 
+def _sign(converter: Thing) -> str:
+    """Initial of its name; H for the altar, that makes hearts, B for the lab, that makes blueprints."""
+    return {"altar": "H", "lab": "B"}.get(converter.name, converter.name[0].upper())
+
+
 def _carried(body: Thing) -> dict[str, int]:
     return {item: held for item, held in zip(ITEMS, body.inventory) if held}
 
@@ -521,7 +526,7 @@ def _carried(body: Thing) -> dict[str, int]:
 def render_ansi(arena: MettaArena) -> str:
     """The map in text, two signs a cell, and what each agent carries.
 
-    An agent is an arrow (* while frozen) and its number, a converter the first letter of its name in capitals and how
+    An agent is an arrow (* while frozen) and its number, a converter its letter (`_sign`) and how
     many products wait in it (~ none yet, but at work or cooling), [] a block and ## a wall.
     """
 
@@ -531,7 +536,7 @@ def render_ansi(arena: MettaArena) -> str:
         if thing.name == "agent":
             return ("*" if thing.timer else "▲▼◀▶"[thing.heading]) + _label(arena.bodies.index(thing))
         stock = sum(thing.inventory[ITEMS.index(item)] for item in arena.rules.book[thing.name].outputs)
-        return thing.name[0].upper() + (str(min(stock, 9)) if stock else "~" if thing.timer else "0")
+        return _sign(thing) + (str(min(stock, 9)) if stock else "~" if thing.timer else "0")
 
     edge = VIEW - 1  # one ring of the outer wall is enough
     lines = ["".join(map(signs, row[edge:-edge])) for row in arena.grid[edge:-edge]]
@@ -561,8 +566,8 @@ def render_rgb(arena: MettaArena) -> np.ndarray:
     def dots(items: Mapping[str, int], left: float, y: float) -> None:
         held = [item for item, number in items.items() for _ in range(number)]
         for i, item in enumerate(held[:5]):
-            x = left + (i - (min(len(held), 5) - 1) / 2) * 0.18 * size
-            draw.ellipse((x - 3.4, y - 3.4, x + 3.4, y + 3.4), ITEM_COLORS[item], "#0f1420")
+            x = left + (i - (min(len(held), 5) - 1) / 2) * 0.2 * size
+            draw.ellipse((x - 4.5, y - 4.5, x + 4.5, y + 4.5), ITEM_COLORS[item], "#0f1420")
 
     def agent(body: Thing, x: float, y: float, i: int) -> None:
         hue = f"hsl({i * 360 // len(arena.bodies)}, 65%, 62%)"
@@ -590,11 +595,12 @@ def render_rgb(arena: MettaArena) -> np.ndarray:
             recipe, held = arena.rules.book[thing.name], _carried(thing)
             color = ITEM_COLORS[next(iter(recipe.outputs))]
             draw.rounded_rectangle((left + 2, top + 2, left + size - 3, top + size - 3), 8, "#252f45", color, 3)
-            draw.text((x, y - 1), thing.name[0].upper(), color, font, anchor="mm")
+            draw.text((x, y - 1), _sign(thing), color, font, anchor="mm")
             dots({item: n for item, n in held.items() if item not in recipe.outputs}, x, top + 0.14 * size)
             dots({item: n for item, n in held.items() if item in recipe.outputs}, x, foot)
             rest = (size - 12) * thing.timer / (recipe.cooldown + 1)
-            draw.rectangle((left + 6, top + 0.7 * size, left + 6 + rest, top + 0.75 * size), color if rest else "#252f45")
+            if rest:
+                draw.rectangle((left + 6, top + 0.7 * size, left + 6 + rest, top + 0.75 * size), color)
     text = columns * size + size / 2
     draw.text((text, size), f"step {arena.clock} of {arena.limit}", "#e8edf7", font, anchor="lm")
     for i, body in enumerate(arena.bodies):
@@ -614,12 +620,13 @@ class MettaBatch:
     """`num_instances` arenas at once, every tensor on `device`; agrees with `MettaArena` token for token.
 
     With N = num_instances * `Rules.num_agents` agents, arena by arena: `reset() -> obs` and
-    `step(action) -> (obs, reward, terminated, truncated, info)`, `action` (N,) int64, `obs` (N, 200, 3) uint8, `reward`
-    (N,) float32, the rest (N,) bool. Nothing terminates; a truncated arena starts its next episode in the same step, and
-    `info["final_obs"]` is what each agent saw before that. `info` also holds, as of then, each agent's `hearts` (got from
-    altars), `length`, `return` and `stats` (N, len(STATS)) int32. Both observations and the statistics are buffers
-    that the next step overwrites. No step waits for the device; on CUDA all shapes are fixed, so that a graph can
-    capture it. There the agents of an arena act one after another; on CPU all that do not meet act at once.
+    `step(action) -> (obs, reward, terminated, truncated, info)`, `action` (N,) int64, `obs` (N, 200, 3) uint8,
+    `reward` (N,) float32, the rest (N,) bool. Nothing terminates; a truncated arena starts its next episode in the same
+    step, and `info["final_obs"]` is what each agent saw before that. `info` also holds, as of then, each agent's
+    `hearts` (got from altars), `length`, `return` and `stats` (N, len(STATS)) int32. Both observations and the
+    statistics are buffers that the next step overwrites. On CUDA no step waits for the device and all shapes are fixed,
+    so that a graph can capture it. There the agents of an arena act one after another; on CPU all that do not meet act
+    at once.
     """
 
     def __init__(self, num_instances: int, device: torch.device | str = "cpu", seed: int = 0, **rules: Any) -> None:
@@ -629,7 +636,8 @@ class MettaBatch:
         rules, lanes, agents = self.rules, num_instances, self.num_agents
         names = rules.converters * rules.instances
         self.first_agent = FIRST + len(names)
-        self.codes = self.first_agent + rules.num_agents  # a thing's code in a cell is also its row in its lane's tables
+        # A thing's code in a cell of the map is also its row among those of its lane.
+        self.codes = self.first_agent + rules.num_agents
         self.cells = rules.shape[0] * rules.shape[1]
 
         def tensor(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -698,7 +706,8 @@ class MettaBatch:
         # The state of the games. A thing's tokens are prepared in `table`: feature << 8 | value << 16, 16 to a row (the
         # last one takes what is not to be seen), and `shown` of them count. The end of `table` shows as empty.
         self.key = _lane_key(seed, self.lanes)
-        self.episode, self.episode_key, self.clock, self.limit = zeros(lanes) - 1, zeros(lanes), zeros(lanes), zeros(lanes)
+        self.episode, self.episode_key = zeros(lanes) - 1, zeros(lanes)
+        self.clock, self.limit = zeros(lanes), zeros(lanes)
         self.grid = zeros(lanes, self.cells, dtype=torch.uint8)
         self.at, self.heading, self.color, self.worth = zeros(agents), zeros(agents), zeros(agents), zeros(agents)
         self.inventory, self.timer = zeros(lanes * self.codes, len(ITEMS)), zeros(lanes * self.codes)
@@ -717,7 +726,7 @@ class MettaBatch:
         self.ones = torch.ones(agents, len(WINDOW), dtype=torch.int32, device=device)
 
         # Things at the start of an episode: one lane's rows, copied into a lane that starts.
-        table = self.table[: -TOKENS].view(lanes, self.codes, 16)
+        table = self.table[:-TOKENS].view(lanes, self.codes, 16)
         table[:, FIRST : self.first_agent, :2] = tensor([[TYPE << 8 | rules.book[name].type_id << 16, COLOR << 8]
                                                          for name in names], torch.int32).view(-1, 2)  # fmt: skip
         table[:, WALL, 0] = TYPE << 8 | TYPE_IDS["wall"] << 16
@@ -730,12 +739,12 @@ class MettaBatch:
         rows = torch.arange(lanes * self.codes, device=device)
         self._start_converting(rows, torch.ones_like(rows, dtype=torch.bool))
         self._write_tokens(rows)
-        self.shown.view(lanes, -1)[:, : FIRST] = tensor([0, 1, 2], torch.uint8)
+        self.shown.view(lanes, -1)[:, :FIRST] = tensor([0, 1, 2], torch.uint8)
         self.fresh = [state[0].clone() for state in self._per_row()]
 
     def _per_row(self) -> list[torch.Tensor]:
         """What is kept of things, lane by lane."""
-        states = (self.inventory, self.timer, self.table[: -TOKENS], self.shown)
+        states = (self.inventory, self.timer, self.table[:-TOKENS], self.shown)
         return [state.view(self.num_instances, -1) for state in states]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -753,6 +762,8 @@ class MettaBatch:
         if self.fixed_shapes:
             self._make_spares(self.lanes)
         self._start(self.lanes, torch.ones_like(self.lanes, dtype=torch.bool))
+        if self.fixed_shapes:  # the first episode may end before its turn to be made comes
+            self._make_spares(self.lanes)
         self._observe(slice(None), self.obs)
         return self.obs
 
@@ -795,7 +806,7 @@ class MettaBatch:
         self.header[:, 1:3] = self.action_header[action]
         self.header[:, 3] = hundredths.clamp(0, 255)
         self._write_tokens(self._select_rows(self.dirty)[0])
-        heads = self.table[: -TOKENS].view(self.num_instances, self.codes, 16)[:, self.first_agent :]
+        heads = self.table[:-TOKENS].view(self.num_instances, self.codes, 16)[:, self.first_agent :]
         heads[:, :, 3] = (self.heading << 16 | ORIENTATION << 8).view(self.num_instances, -1)
         heads[:, :, 4] = (self.color << 16 | COLOR << 8).view(self.num_instances, -1)
         tokens = self._observe(slice(None), self.final_obs)
@@ -874,7 +885,7 @@ class MettaBatch:
             pending = pending & ~now
 
     def _tick(self) -> None:
-        """Converters work or rest for a tick; a product comes out after the work, what is next starts after the rest."""
+        """Converters work or rest for a tick: products come out after the work, the next begin after the rest."""
         converters = slice(FIRST, self.first_agent)
         timer = self.timer.view(self.num_instances, -1)[:, converters]
         runs = timer > 0
@@ -929,7 +940,7 @@ class MettaBatch:
             aim = torch.where(action[agent] == NEAREST, self.nearest_first[nearest], (action[agent] - 1).clamp(0, 8))
             code = seen.gather(1, aim[:, None]).squeeze(1)
             hits = fires & (code >= self.first_agent)
-            code = torch.where(hits, code, self.code[agent])  # who hits nobody stands in for the target: nothing happens
+            code = torch.where(hits, code, self.code[agent])  # who hits nobody stands in for the target
             target, victim = self.lane_row[agent] + code, self.lane[agent] * self.rules.num_agents
             victim = victim + code - self.first_agent
             blocked = hits & (self.inventory[target, ARMOR] > 0)
@@ -992,7 +1003,7 @@ class MettaBatch:
         """Prepare the tokens of these rows: whether it is busy or frozen, and what it holds."""
         code, held = rows % self.codes, self.inventory[rows]
         has, head = held > 0, self.head[code]
-        table = self.table[: -TOKENS].view(-1, 16)
+        table = self.table[:-TOKENS].view(-1, 16)
         tokens = table[rows]
         place = torch.where(has, head[:, None] + has.cumsum(1) - 1, 15)
         tokens.scatter_(1, place, (self.item_feature | held << 16).int())
@@ -1019,7 +1030,8 @@ class MettaBatch:
         cell[:, 0] = torch.arange(count, dtype=torch.int32, device=self.device) * (cells + 1)
         cell.scatter_add_(1, end.clamp(max=slots).long(), self.ones[:count])
         cell = cell.cumsum(1, dtype=torch.int32)[:, :slots].reshape(-1)
-        first = torch.empty(count, cells + 1, dtype=torch.int32, device=self.device)  # of a cell in `table`, less its slot
+        # Where a cell's tokens are in `table`, less the slot at which they begin.
+        first = torch.empty(count, cells + 1, dtype=torch.int32, device=self.device)
         first[:, :-1] = rows * 16 + tokens - end
         first[:, -1] = len(self.table) - TOKENS - end[:, -1]  # behind the last: empty
         source = first.view(-1).index_select(0, cell).view(count, slots) + self.slots[:slots]

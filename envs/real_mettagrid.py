@@ -1,7 +1,7 @@
 """The real MettaGrid (pip install mettagrid==0.26.22) in the shape the trainers use: NumPy, agents as lanes.
 
-Its rules are not those of `envs/metta.py`: they have moved on since 2025, and a task is a `MettaGridConfig`. The one here
-is mines and altars: walking into a mine digs one ore (three can be carried), into an altar with ore makes one heart.
+Its rules are not those of `envs/metta.py`: they have moved on since 2025, and a task is a `MettaGridConfig`. The one
+here is mines and altars: walking into a mine digs one ore (three can be carried), into an altar with ore makes a heart.
 """
 
 import importlib
@@ -29,7 +29,7 @@ try:
     from mettagrid.simulator.simulator import Buffers, Simulator
 except ImportError as error:
     raise ImportError(
-        f"{error}: the real MettaGrid needs `pip install mettagrid==0.26.22` (Python 3.11 or 3.12, Linux or macOS arm64)"
+        f"{error}: the real MettaGrid needs `pip install mettagrid==0.26.22` (Python 3.11 or 3.12)"
     ) from error
 
 
