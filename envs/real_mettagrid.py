@@ -5,7 +5,6 @@ here is mines and altars: walking into a mine digs one ore (three can be carried
 """
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,10 +68,10 @@ def load_config(path: str | None) -> MettaGridConfig:
         return mines_and_altars()
     module, _, attribute = path.partition(":")
     try:
-        found: MettaGridConfig | Callable[[], MettaGridConfig] = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f'config "{path}": must be package.module:attribute ({error})') from error
-    config = found if isinstance(found, MettaGridConfig) else found()
+    config = found() if callable(found) else found
     if not isinstance(config, MettaGridConfig):
         raise ValueError(f'config "{path}": must be a MettaGridConfig or return one, not {type(config).__name__}')
     return config

@@ -111,7 +111,7 @@ def test_configs_by_import_path(real, monkeypatch) -> None:
     assert real.RealMettaGrid(2, "tests.test_real_mettagrid:small_config").num_agents == 6
     monkeypatch.setattr(real, "fixed", small_config(), raising=False)
     assert real.RealMettaGrid(config="envs.real_mettagrid:fixed").num_agents == 3
-    for path in ("nothing", "no.such.module:config", "envs.metta:missing", "envs.metta:ITEMS", "envs.metta:_sign"):
+    for path in ("nothing", "no.such.module:config", "envs.metta:missing", "envs.metta:ITEMS", "envs.metta:MettaArena"):
         with pytest.raises(ValueError, match="config"):
             real.load_config(path)
     with pytest.raises(ValueError, match="num_instances 0"):
