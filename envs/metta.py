@@ -1020,7 +1020,7 @@ class MettaBatch:
         """
         count, cells, at = len(out), len(WINDOW), self.at[agents].int()
         codes = self.grid.view(-1).index_select(0, (at[:, None] + self.window).view(-1)).view(count, cells)
-        rows = codes.int() + self.lane_row[agents].int()[:, None]
+        rows = codes + self.lane_row[agents].int()[:, None]
         tokens = self.shown.index_select(0, rows.view(-1)).view(count, cells)
         end = tokens.cumsum(1, dtype=torch.int32)
         slots = len(self.slots)
@@ -1032,17 +1032,17 @@ class MettaBatch:
         cell = cell.cumsum(1, dtype=torch.int32)[:, :slots].reshape(-1)
         # Where a cell's tokens are in `table`, less the slot at which they begin.
         first = torch.empty(count, cells + 1, dtype=torch.int32, device=self.device)
-        first[:, :-1] = rows * 16 + tokens - end
+        first[:, :-1] = (tokens - end).add_(rows, alpha=16)
         first[:, -1] = len(self.table) - TOKENS - end[:, -1]  # behind the last: empty
-        source = first.view(-1).index_select(0, cell).view(count, slots) + self.slots[:slots]
-        token = self.table.index_select(0, source.view(-1)) + self.places.index_select(0, cell)
-        token = token.view(count, slots)
+        source = first.view(-1).index_select(0, cell).view(count, slots).add_(self.slots[:slots])
+        token = self.table.index_select(0, source.view(-1)).add_(self.places.index_select(0, cell))
+        # Byte by byte out of the 32-bit words: twice as fast as shifting, or as all three at once.
+        token = token.view(torch.uint8).view(count, slots, 4)
         out[:, :4, 0] = CENTRE
         out[:, :4, 1] = torch.arange(EPISODE, EPISODE + 4, device=self.device)
         out[:, :4, 2] = self.header[agents]
-        out[:, 4 : 4 + slots, 0] = token
-        out[:, 4 : 4 + slots, 1] = token >> 8
-        out[:, 4 : 4 + slots, 2] = token >> 16
+        for byte in range(3):
+            out[:, 4 : 4 + slots, byte] = token[:, :, byte]
         out[:, 4 + slots :] = 255
         return end[:, -1] + 4
 
