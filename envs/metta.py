@@ -617,11 +617,11 @@ def render_rgb(arena: MettaArena) -> np.ndarray:
 
 
 class MettaBatch:
-    """`num_instances` arenas at once, every tensor on `device`; agrees with `MettaArena` token for token.
+    """`num_games` games at once, every tensor on `device`; agrees with `MettaArena` token for token.
 
-    With N = num_instances * `Rules.num_agents` agents, arena by arena: `reset() -> obs` and
+    With N = num_games * `Rules.num_agents` agents, game by game: `reset() -> obs` and
     `step(action) -> (obs, reward, terminated, truncated, info)`, `action` (N,) int64, `obs` (N, 200, 3) uint8,
-    `reward` (N,) float32, the rest (N,) bool. Nothing terminates; a truncated arena starts its next episode in the same
+    `reward` (N,) float32, the rest (N,) bool. Nothing terminates; a truncated game starts its next episode in the same
     step, and `info["final_obs"]` is what each agent saw before that. `info` also holds, as of then, each agent's
     `hearts` (got from altars), `length`, `return` and `stats` (N, len(STATS)) int32. Both observations and the
     statistics are buffers that the next step overwrites. On CUDA no step waits for the device and all shapes are fixed,
@@ -629,11 +629,11 @@ class MettaBatch:
     at once.
     """
 
-    def __init__(self, num_instances: int, device: torch.device | str = "cpu", seed: int = 0, **rules: Any) -> None:
-        self.rules, self.num_instances, self.device = Rules(**rules), num_instances, torch.device(device)
-        self.num_agents = num_instances * self.rules.num_agents
+    def __init__(self, num_games: int, device: torch.device | str = "cpu", seed: int = 0, **rules: Any) -> None:
+        self.rules, self.num_games, self.device = Rules(**rules), num_games, torch.device(device)
+        self.num_agents = num_games * self.rules.num_agents
         self.fixed_shapes = self.device.type != "cpu"
-        rules, lanes, agents = self.rules, num_instances, self.num_agents
+        rules, lanes, agents = self.rules, num_games, self.num_agents
         names = rules.converters * rules.instances
         self.first_agent = FIRST + len(names)
         # A thing's code in a cell of the map is also its row among those of its lane.
@@ -745,7 +745,7 @@ class MettaBatch:
     def _per_row(self) -> list[torch.Tensor]:
         """What is kept of things, lane by lane."""
         states = (self.inventory, self.timer, self.table[:-TOKENS], self.shown)
-        return [state.view(self.num_instances, -1) for state in states]
+        return [state.view(self.num_games, -1) for state in states]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All that the games are, as the tensors themselves, not copies."""
@@ -806,9 +806,9 @@ class MettaBatch:
         self.header[:, 1:3] = self.action_header[action]
         self.header[:, 3] = hundredths.clamp(0, 255)
         self._write_tokens(self._select_rows(self.dirty)[0])
-        heads = self.table[:-TOKENS].view(self.num_instances, self.codes, 16)[:, self.first_agent :]
-        heads[:, :, 3] = (self.heading << 16 | ORIENTATION << 8).view(self.num_instances, -1)
-        heads[:, :, 4] = (self.color << 16 | COLOR << 8).view(self.num_instances, -1)
+        heads = self.table[:-TOKENS].view(self.num_games, self.codes, 16)[:, self.first_agent :]
+        heads[:, :, 3] = (self.heading << 16 | ORIENTATION << 8).view(self.num_games, -1)
+        heads[:, :, 4] = (self.color << 16 | COLOR << 8).view(self.num_games, -1)
         tokens = self._observe(slice(None), self.final_obs)
         self._count("tokens_written", tokens.clamp(max=TOKENS))
         self._count("tokens_dropped", (tokens - TOKENS).clamp(min=0))
@@ -823,8 +823,8 @@ class MettaBatch:
         self.finished += torch.stack(sums).sum(1)
         self.obs.copy_(self.final_obs)
         if self.fixed_shapes:
-            count = -(-self.num_instances // min(64, rules.max_steps))
-            self._make_spares((self.lanes[:count] + self.spare_turn * count) % self.num_instances)
+            count = -(-self.num_games // min(64, rules.max_steps))
+            self._make_spares((self.lanes[:count] + self.spare_turn * count) % self.num_games)
             self.spare_turn += 1
             self._start(self.lanes, ends)
             self._observe(slice(None), self.obs)
@@ -869,11 +869,11 @@ class MettaBatch:
         act, stands on or reaches for the same cell: what they do cannot depend on each other.
         """
         if self.fixed_shapes:
-            for agent in turn.view(self.num_instances, -1).argsort(1).unbind(1):
+            for agent in turn.view(self.num_games, -1).argsort(1).unbind(1):
                 yield self.lanes * self.rules.num_agents + agent
             return
-        cells = torch.stack([self.at, there], 1).int().view(self.num_instances, -1, 2)
-        turn, pending = turn.view(self.num_instances, -1), mask.view(self.num_instances, -1)
+        cells = torch.stack([self.at, there], 1).int().view(self.num_games, -1, 2)
+        turn, pending = turn.view(self.num_games, -1), mask.view(self.num_games, -1)
         meets = torch.zeros_like(pending[:, :, None] & pending[:, None])
         for mine in range(2):
             for theirs in range(2):
@@ -887,10 +887,10 @@ class MettaBatch:
     def _tick(self) -> None:
         """Converters work or rest for a tick: products come out after the work, the next begin after the rest."""
         converters = slice(FIRST, self.first_agent)
-        timer = self.timer.view(self.num_instances, -1)[:, converters]
+        timer = self.timer.view(self.num_games, -1)[:, converters]
         runs = timer > 0
         timer -= runs.long()
-        happens = torch.zeros_like(self.dirty).view(self.num_instances, -1)
+        happens = torch.zeros_like(self.dirty).view(self.num_games, -1)
         happens[:, converters] = runs & ((timer == self.cooldown[converters]) | (timer == 0))
         rows, mask = self._select_rows(happens.view(-1))
         code = rows % self.codes
@@ -914,16 +914,16 @@ class MettaBatch:
         """
         attacks, success = action <= NEAREST, torch.zeros_like(action, dtype=torch.bool)
         armed = attacks & (action > 0) & (self.inventory[self.body, LASER] > 0) & (self.timer[self.body] == 0)
-        lanes, mask = self._select_rows(armed.view(self.num_instances, -1).any(1))
-        had_turn = torch.zeros_like(attacks).view(self.num_instances, -1)
-        had_turn[lanes] = attacks.view(self.num_instances, -1)[lanes] & mask[:, None]
+        lanes, mask = self._select_rows(armed.view(self.num_games, -1).any(1))
+        had_turn = torch.zeros_like(attacks).view(self.num_games, -1)
+        had_turn[lanes] = attacks.view(self.num_games, -1)[lanes] & mask[:, None]
         had_turn = had_turn.view(-1)
         # Those without a turn here sort behind; a CPU stops when only they are left.
         order = turn + (~had_turn).long() * 2**32
-        order = order.view(self.num_instances, -1)[lanes].argsort(1)
+        order = order.view(self.num_games, -1)[lanes].argsort(1)
         most = self.rules.num_agents
         if not self.fixed_shapes:
-            most = int(had_turn.view(self.num_instances, -1).sum(1).max())
+            most = int(had_turn.view(self.num_games, -1).sum(1).max())
         for agent in order[:, :most].unbind(1):
             agent = lanes * self.rules.num_agents + agent
             row = self.body[agent]
@@ -1087,7 +1087,7 @@ class MettaBatch:
         new += [(self.limit, limit[:, None]), (self.clock, 0), *zip(self._per_row(), self.fresh)]
         new += [(state, 0) for state in (self.heading, self.color, self.worth, self.stats, self.header)]
         for state, value in new:
-            state = state.view(self.num_instances, -1)
+            state = state.view(self.num_games, -1)
             state[lanes] = torch.where(mask[:, None], value, state[lanes])
 
 

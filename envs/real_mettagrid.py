@@ -78,9 +78,9 @@ def load_config(path: str | None) -> MettaGridConfig:
 
 
 class RealMettaGrid:
-    """`num_instances` simulations of one config, one after another in this process.
+    """`num_games` simulations of one config, one after another in this process.
 
-    With N = num_instances * agents of the config: `reset() -> obs` and
+    With N = num_games * agents of the config: `reset() -> obs` and
     `step(actions) -> (obs, rewards, terminals, truncations, info)`, `actions` (N,) int32, `obs` (N, tokens, 3) uint8,
     `rewards` (N,) float32, the rest (N,) bool. A simulation that ends starts anew in the same step; `info["final_obs"]`
     is what its agents saw before. The simulations write to these arrays themselves; `obs` may be handed in (shared
@@ -90,18 +90,18 @@ class RealMettaGrid:
 
     def __init__(
         self,
-        num_instances: int = 1,
+        num_games: int = 1,
         config: str | MettaGridConfig | None = None,
         seed: int = 0,
         random_first_length: bool = True,
         obs: np.ndarray | None = None,
     ) -> None:
-        if num_instances < 1:
-            raise ValueError(f"num_instances {num_instances}: must be at least 1")
+        if num_games < 1:
+            raise ValueError(f"num_games {num_games}: must be at least 1")
         self.config = config if isinstance(config, MettaGridConfig) else load_config(config)
-        self.num_instances, self.seed, self.random_first_length = num_instances, seed, random_first_length
+        self.num_games, self.seed, self.random_first_length = num_games, seed, random_first_length
         game = self.config.game
-        agents = num_instances * game.num_agents
+        agents = num_games * game.num_agents
         self.num_agents, self.num_tokens = agents, game.obs.num_tokens
         self.window = (game.obs.height, game.obs.width)
         self.action_names = [action.name for action in game.actions.actions()]
@@ -126,17 +126,17 @@ class RealMettaGrid:
                 actions=self.actions[part],
                 teacher_actions=unused[part],
             )
-            for part in (slice(i * game.num_agents, (i + 1) * game.num_agents) for i in range(num_instances))
+            for part in (slice(i * game.num_agents, (i + 1) * game.num_agents) for i in range(num_games))
         ]
-        self.simulations: list[Any] = [None] * num_instances
+        self.simulations: list[Any] = [None] * num_games
         self.returns = np.zeros(agents, np.float32)
         self.reset()
 
     def reset(self) -> np.ndarray:
         """Start all simulations over, with the maps of `seed`."""
-        self.episodes = [0] * self.num_instances
+        self.episodes = [0] * self.num_games
         self.returns[:] = 0
-        for i in range(self.num_instances):
+        for i in range(self.num_games):
             self._start(i)
         return self.obs
 
@@ -149,10 +149,10 @@ class RealMettaGrid:
         done = terminals | truncations
         info = {"final_obs": self.final_obs, "return": self.returns.copy()}
         self.final_obs[:] = self.obs
-        for i, ends in enumerate(done.reshape(self.num_instances, -1).all(1)):
+        for i, ends in enumerate(done.reshape(self.num_games, -1).all(1)):
             if ends:
                 self.episodes[i] += 1
-                self.returns.reshape(self.num_instances, -1)[i] = 0
+                self.returns.reshape(self.num_games, -1)[i] = 0
                 self._start(i)
         return self.obs, rewards, terminals, truncations, info
 

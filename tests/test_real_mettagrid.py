@@ -114,5 +114,5 @@ def test_configs_by_import_path(real, monkeypatch) -> None:
     for path in ("nothing", "no.such.module:config", "envs.metta:missing", "envs.metta:ITEMS", "envs.metta:MettaArena"):
         with pytest.raises(ValueError, match="config"):
             real.load_config(path)
-    with pytest.raises(ValueError, match="num_instances 0"):
+    with pytest.raises(ValueError, match="num_games 0"):
         real.RealMettaGrid(0)
