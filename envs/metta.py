@@ -143,10 +143,10 @@ class Rules:
         for name in self.objects:
             if name not in self.book and name not in ("block", "wall"):
                 raise ValueError(f'objects "{name}": must be one of {", ".join([*self.book, "block", "wall"])}')
-            low, high = self.range(name)
+            low, high = self.span(name)
             if not 0 <= low <= high:
                 raise ValueError(f"objects {name}={self.objects[name]}: must be a number or (low, high)")
-        needed = self.agents + sum(self.range(name)[1] for name in self.objects)
+        needed = self.agents + sum(self.span(name)[1] for name in self.objects)
         if needed > self.room(self.size):
             enough = next((size for size in range(5, 61) if needed <= self.room(size)), None)
             works = f"size {enough} would do" if enough else f"no size holds more than {self.room(60)}"
@@ -161,7 +161,7 @@ class Rules:
     def book(self) -> dict[str, Recipe]:
         return RECIPES | (EASY if self.easy else {}) | dict(self.recipes)
 
-    def range(self, name: str) -> tuple[int, int]:
+    def span(self, name: str) -> tuple[int, int]:
         """Fewest and most things called `name` in an instance."""
         number = self.objects[name]
         return (number, number) if isinstance(number, int) else tuple(number)
@@ -173,7 +173,7 @@ class Rules:
     @property
     def converters(self) -> list[str]:
         """Names of the converters that one instance may hold."""
-        return [name for name in self.objects if name in self.book for _ in range(self.range(name)[1])]
+        return [name for name in self.objects if name in self.book for _ in range(self.span(name)[1])]
 
     @property
     def num_agents(self) -> int:
@@ -294,7 +294,7 @@ class MettaArena:
                 self.grid[corner[0] + row][corner[1] + column] = None
             pieces = [("agent", True)] * rules.agents
             for kind, name in enumerate(rules.objects):
-                low, high = rules.range(name)
+                low, high = rules.span(name)
                 number = low + self._draw(DRAW_COUNT + i * 32 + kind) % (high - low + 1)
                 pieces += [(name, n < number) for n in range(high)]
             for (name, exists), (row, column) in zip(pieces, cells):
@@ -681,7 +681,7 @@ class MettaBatch:
 
         # How a map is made: the cells of each instance, and what is put on them in the order that is drawn.
         size, kinds = rules.size, {"agent": rules.agents} | dict(rules.objects)
-        limits = [(rules.agents, rules.agents), *(rules.range(name) for name in rules.objects)]
+        limits = [(rules.agents, rules.agents), *(rules.span(name) for name in rules.objects)]
         corner = tensor([row * width + column for row, column in rules.corners])
         inside = torch.arange(size, device=device)
         self.rooms = corner[:, None] + (inside[:, None] * width + inside).ravel()
