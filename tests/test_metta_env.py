@@ -523,6 +523,8 @@ def test_terrain_cuts_nothing_off() -> None:
 def test_rules_nobody_can_play_by_are_refused(rules: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         Rules(**rules)
+    with pytest.raises(ValueError, match="num_games 0"):
+        MettaBatch(0)
 
 
 def test_an_action_that_does_not_exist_is_refused() -> None:
