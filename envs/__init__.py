@@ -2,7 +2,9 @@
 
 from gymnasium.envs.registration import register
 
-from envs.snake import VARIANTS
+from envs import metta, snake
 
-for _id, _rules in VARIANTS.items():
+for _id, _rules in snake.VARIANTS.items():
     register(_id, "envs.snake:SnakeEnv", vector_entry_point="envs.snake:SnakeVectorEnv", kwargs=_rules)
+for _id, _rules in metta.VARIANTS.items():
+    register(_id, vector_entry_point="envs.metta:MettaVectorEnv", kwargs=_rules)
