@@ -93,8 +93,8 @@ START = 2  # column in which the player begins
 
 @dataclass(frozen=True)
 class Difficulty:
-    """What levels are made of. A jump clears 4 tiles in height and, even from a standstill at the edge, 5 in width:
-    gaps of up to 5 and walls of up to 3 make every level solvable. (low, high) are drawn, both ends included."""
+    """What levels are made of. A jump clears 3.4 tiles in height and, after a run-up of two tiles, 5 in width: walls
+    of up to 3 and gaps of up to 5 make every level solvable. (low, high) are drawn, both ends included."""
 
     gaps: int
     pipes: int
@@ -105,14 +105,14 @@ class Difficulty:
     walkers: int
     """in each pack"""
     rest: tuple[int, int]
-    """tiles of plain ground before each obstacle"""
+    """tiles of plain ground before each obstacle, at least 2"""
 
 
 DIFFICULTIES = (
-    Difficulty(gaps=2, pipes=2, packs=2, stairs=0, gap_width=(2, 3), pipe_height=(2, 2), walkers=1, rest=(3, 5)),
-    Difficulty(gaps=3, pipes=2, packs=2, stairs=1, gap_width=(2, 4), pipe_height=(1, 3), walkers=1, rest=(3, 5)),
-    Difficulty(gaps=3, pipes=3, packs=3, stairs=1, gap_width=(3, 4), pipe_height=(2, 3), walkers=2, rest=(3, 4)),
-    Difficulty(gaps=4, pipes=3, packs=4, stairs=2, gap_width=(3, 5), pipe_height=(2, 3), walkers=2, rest=(2, 4)),
+    Difficulty(gaps=3, pipes=2, packs=3, stairs=0, gap_width=(3, 4), pipe_height=(3, 3), walkers=1, rest=(3, 4)),
+    Difficulty(gaps=3, pipes=3, packs=3, stairs=1, gap_width=(3, 4), pipe_height=(2, 3), walkers=1, rest=(2, 4)),
+    Difficulty(gaps=4, pipes=3, packs=4, stairs=1, gap_width=(3, 4), pipe_height=(2, 3), walkers=2, rest=(2, 4)),
+    Difficulty(gaps=5, pipes=3, packs=4, stairs=2, gap_width=(3, 5), pipe_height=(2, 3), walkers=2, rest=(2, 3)),
 )
 
 
@@ -176,11 +176,11 @@ class Level:
 
 WIDTH, HEIGHT, WALKER_WIDTH, WALKER_HEIGHT = 12 * 16, 16 * 16, 14 * 16, 14 * 16
 WALK_SPEED, RUN_SPEED, WALKER_SPEED, FALL_SPEED = 24, 40, 8, 72
-JUMP_SPEED, BOUNCE_SPEED = -64, -48
-RISE_GRAVITY, GRAVITY = 2, 7  # while the jump is held on the way up; at all other times
+JUMP_SPEED, BOUNCE_SPEED = -86, -48
+RISE_GRAVITY, GRAVITY = 4, 10  # while the jump is held on the way up; at all other times
 TURN = 2  # speed lost per frame by pressing against it; gaining and coasting take 1
 STOMP_DEPTH = 8 * 16  # how far below a walker's top feet may be and still stomp it
-JUMP_AGAIN = 8  # frames on the ground after which a jump that is still held starts the next
+JUMP_AGAIN = 16  # frames on the ground after which a jump that is still held starts the next
 LOOK_BACK = 4 * 256  # the camera keeps this much behind the furthest point, and never goes back
 COIN_SCORE, STOMP_SCORE, FLAG_SCORE = 100, 200, 1000
 
