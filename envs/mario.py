@@ -200,6 +200,7 @@ class MarioGame:
     """
 
     max_steps = 500
+    _STATE = "seed x y vx vy camera clock held score grounded left_facing dead flag".split()
 
     def __init__(
         self,
@@ -380,8 +381,6 @@ class MarioGame:
             "stomped": [*self.stomped],
         }
 
-    _STATE = "seed x y vx vy camera clock held score grounded left_facing dead flag".split()
-
     def restore(self, state: dict[str, Any]) -> None:
         self.enter(state["seed"])
         for name in self._STATE:
@@ -433,102 +432,69 @@ def gray_art(tile: int) -> np.ndarray:
     return art
 
 
+# What people see: rounded rectangles (left, top, right, bottom, radius, color) in tiles from a corner of the thing.
+DIRT = ((0, 0, 1, 1, 0, "#a9714b"), (0.2, 0.6, 0.36, 0.7, 0.05, "#8d5a3b"), (0.65, 0.75, 0.81, 0.85, 0.05, "#8d5a3b"))
+STICK = ((0.44, 0, 0.56, 1, 0, "#f4f4f4"),)
+LOOKS = {
+    ABYSS: ((0, 0, 1, 1, 0, "#1e2742"),),
+    GRASS: (*DIRT, (0, 0, 1, 0.26, 0, "#5fb84e"), (0, 0, 1, 0.1, 0, "#84d66b")),
+    SOIL: DIRT,
+    BLOCK: ((0.02, 0.02, 0.98, 0.98, 0.12, "#7d6bb3"), (0.14, 0.12, 0.86, 0.5, 0.1, "#9a8acb")),
+    COIN: ((0.24, 0.16, 0.76, 0.84, 0.26, "#c98a12"), (0.3, 0.22, 0.7, 0.78, 0.2, "#f2b632")),
+    POLE: STICK,
+    PENNANT: (*STICK, (-0.5, 0.1, 0.5, 0.65, 0.08, "#e8554e"), (-0.4, 0.3, 0.1, 0.45, 0.07, "#ffd9d6")),
+    RIM: ((0, 0, 2, 1, 0.1, "#2f8f83"), (0.15, 0.06, 0.5, 0.94, 0, "#5cc2b3")),  # both columns of a pipe at once
+    PIPE: ((0.12, 0, 1.88, 1, 0, "#2f8f83"), (0.27, 0, 0.62, 1, 0, "#5cc2b3")),
+    "cloud": ((0, 0.14, 0.56, 0.7, 0.28, "#f7fbff"), (0.3, -0.14, 1.14, 0.7, 0.4, "#f7fbff"),
+              (0.9, 0.1, 1.5, 0.7, 0.28, "#f7fbff")),
+    "hill": ((0, 0, 3.4, 4, 1.7, "#93c3a3"),),
+    "walker": ((0.08, 0.75, 0.38, 1, 0.1, "#3a2a30"), (0.5, 0.75, 0.8, 1, 0.1, "#3a2a30"),
+               (0, 0.13, 0.88, 0.85, 0.36, "#c0445a"), (0.18, 0.36, 0.38, 0.66, 0.1, "white"),
+               (0.48, 0.36, 0.68, 0.66, 0.1, "white"), (0.2, 0.46, 0.3, 0.62, 0.05, "#1b1b2f"),
+               (0.5, 0.46, 0.6, 0.62, 0.05, "#1b1b2f")),
+    "feet": ((0.04, 0.8, 0.32, 1, 0.08, "#5a3d2b"), (0.43, 0.8, 0.71, 1, 0.08, "#5a3d2b")),
+    "player": ((0.06, 0.44, 0.69, 0.92, 0.18, "#2f6fdb"), (0, 0.06, 0.75, 0.58, 0.24, "#ffd8b0"),
+               (-0.04, -0.08, 0.79, 0.26, 0.17, "#f28a2e")),
+    "left": ((-0.24, 0.18, 0.2, 0.26, 0.04, "#d96f17"), (0.1, 0.3, 0.22, 0.46, 0.06, "#1b1b2f")),
+    "right": ((0.55, 0.18, 0.99, 0.26, 0.04, "#d96f17"), (0.53, 0.3, 0.65, 0.46, 0.06, "#1b1b2f")),
+}  # fmt: skip
+
+
 def render_rgb(game: MarioGame) -> np.ndarray:
     """The screen as (576, 576, 3) uint8, 48 pixels a tile, for people."""
     from PIL import Image, ImageDraw, ImageFont
 
     unit, side = 96, 96 * SCREEN  # a tile while drawing: twice as large and then halved, for smooth edges
-    image = Image.new("RGB", (side, side), "#8fd3f4")
+    image = Image.new("RGB", (side, side))
     draw = ImageDraw.Draw(image)
-    shift = game.camera * unit // 256
-    for y in range(0, GROUND * unit, 8):
-        fade = y / (GROUND * unit)
+
+    def put(look: Any, x: float, y: float) -> None:
+        """One of `LOOKS` with its corner at (x, y), in tiles."""
+        for left, top, right, bottom, radius, color in LOOKS[look]:
+            corners = [round(unit * corner) for corner in (x + left, y + top, x + right, y + bottom)]
+            draw.rounded_rectangle((corners[0], corners[1], corners[2] - 1, corners[3] - 1), radius * unit, color)
+
+    for y in range(0, side, 8):
         draw.rectangle(
-            (0, y, side, y + 8), tuple(int(a + (b - a) * fade) for a, b in zip((86, 156, 214), (214, 236, 245)))
+            (0, y, side, y + 8), tuple(low + rise * y // side for low, rise in ((86, 152), (156, 90), (214, 36)))
         )
-    for far, step, size, color in (
-        (5, 7, 2.6, "#b9d8c8"),
-        (3, 5, 1.7, "#93c3a3"),
-    ):  # hills move slower the further away
-        for i in range(-1, SCREEN // step + 3):
-            x = i * step * unit - shift // far % (step * unit)
-            hill = (x - size * unit, (GROUND - size / 2) * unit, x + size * unit, (GROUND + 2) * unit)
-            draw.ellipse(hill, color)
-    for i in range(4):
-        x, y = i * 5 * unit - shift // 8 % (5 * unit), (1.2 + 0.9 * (i % 2)) * unit
-        for offset, radius in ((-0.5, 0.28), (0, 0.42), (0.5, 0.3)):
-            center = x + offset * unit
-            draw.ellipse(
-                (center - radius * unit, y - radius * unit, center + radius * unit, y + 0.28 * unit), "#f7fbff"
-            )
-
+    camera = game.camera / 256
+    for i in range(5):  # what is far away moves more slowly
+        put("cloud", i * 5 - camera / 8 % 5 - 2, 1 + 0.9 * (i % 2))
+        put("hill", i * 5 - camera / 3 % 5 - 3, GROUND - 1 - 0.5 * (i % 2))
     codes = np.frombuffer(game.level.grid, np.uint8).reshape(-1, 16)
-    for column in range(max((game.camera >> 8) - 1, 0), (game.camera >> 8) + SCREEN + 1):
+    for column in range(max(int(camera) - 1, 0), int(camera) + SCREEN + 1):
         for row in range(SCREEN):
-            code, x, y = codes[column, row], column * unit - shift, row * unit
-
-            def box(left: float, top: float, right: float, bottom: float, color: str, round_by: float = 0) -> None:
-                corners = (x + left * unit, y + top * unit, x + right * unit - 1, y + bottom * unit - 1)
-                draw.rounded_rectangle(corners, round_by * unit, color)
-
-            if code == ABYSS:
-                box(0, 0, 1, 1, "#26314f" if row == GROUND else "#161c33")
-            elif code in (GRASS, SOIL):
-                box(0, 0, 1, 1, "#a9714b")
-                for i, j in ((0.2, 0.6), (0.65, 0.75), (0.45, 0.4)):
-                    box(i, j, i + 0.16, j + 0.1, "#8d5a3b", 0.05)
-                if code == GRASS:
-                    box(0, 0, 1, 0.26, "#5fb84e")
-                    box(0, 0, 1, 0.1, "#84d66b")
-            elif code == BLOCK:
-                box(0.02, 0.02, 0.98, 0.98, "#7d6bb3", 0.12)
-                box(0.14, 0.12, 0.86, 0.5, "#9a8acb", 0.1)
-            elif code == COIN:
-                draw.ellipse(
-                    (x + 0.26 * unit, y + 0.18 * unit, x + 0.74 * unit, y + 0.82 * unit), "#f2b632", "#c98a12", 6
-                )
-            elif code in (POLE, PENNANT):
-                box(0.44, 0, 0.56, 1, "#f4f4f4")
-                if code == PENNANT:
-                    flag = [
-                        (x + 0.5 * unit, y + 0.1 * unit),
-                        (x - 0.5 * unit, y + 0.4 * unit),
-                        (x + 0.5 * unit, y + 0.7 * unit),
-                    ]
-                    draw.polygon(flag, "#e8554e")
-            elif code in (RIM, PIPE) and codes[column - 1, row] != code:  # both columns of a pipe at once
-                overhang = 0 if code == RIM else 0.12
-                box(overhang, 0, 2 - overhang, 1, "#2f8f83", 0.1 if code == RIM else 0)
-                box(overhang + 0.15, 0.06, overhang + 0.5, 0.94, "#5cc2b3")
-
+            code = codes[column, row]
+            if code in LOOKS and not (code in (RIM, PIPE) and codes[column - 1, row] == code):
+                put(code, column - camera, row)
     for x in game.visible():
-        x, y = x * unit // 256 - shift, GROUND * unit
-        width, height = 0.875 * unit, 0.875 * unit
-        for foot in (0.08, 0.56):
-            draw.ellipse((x + foot * unit, y - 0.25 * unit, x + (foot + 0.3) * unit, y - 1), "#3a2a30")
-        draw.pieslice((x, y - height, x + width, y + 0.5 * height), 180, 360, "#c0445a")
-        for eye in (0.2, 0.5):
-            draw.ellipse((x + eye * unit, y - 0.6 * unit, x + (eye + 0.2) * unit, y - 0.3 * unit), "white")
-            draw.ellipse(
-                (x + (eye + 0.02) * unit, y - 0.52 * unit, x + (eye + 0.12) * unit, y - 0.36 * unit), "#1b1b2f"
-            )
-
-    x, y, width = game.x * unit // 256 - shift, game.y * unit // 256, 0.75 * unit
-    squat = 0.3 * unit if game.grounded and game.held else 0
-    ahead = -1 if game.left_facing else 1
-    stride = 0.12 * unit * ((game.x >> 7) % 2 if game.grounded else 1)
-    for foot in (-1, 1):
-        middle = x + width / 2 + foot * (0.16 * unit + stride / 2)
-        draw.rounded_rectangle((middle - 0.14 * unit, y + 0.8 * unit, middle + 0.14 * unit, y + unit - 1), 8, "#5a3d2b")
-    draw.rounded_rectangle((x + 4, y + 0.42 * unit + squat / 2, x + width - 4, y + 0.9 * unit), 18, "#2f6fdb")
-    draw.rounded_rectangle((x, y + squat, x + width, y + 0.56 * unit + squat / 2), 26, "#ffd8b0")
-    draw.pieslice((x - 4, y - 0.1 * unit + squat, x + width + 4, y + 0.6 * unit + squat), 180, 360, "#f28a2e")
-    brim = x + width / 2 + ahead * 0.42 * unit
-    draw.rounded_rectangle(
-        (brim - 0.2 * unit, y + 0.2 * unit + squat, brim + 0.2 * unit, y + 0.28 * unit + squat), 4, "#d96f17"
-    )
-    eye = x + width / 2 + ahead * 0.2 * unit
-    draw.ellipse((eye - 7, y + 0.3 * unit + squat, eye + 7, y + 0.46 * unit + squat), "#1b1b2f")
+        put("walker", x / 256 - camera, GROUND - 1)
+    x, y = game.x / 256 - camera, game.y / 256
+    put("feet", x, y)
+    crouch = 0.24 if game.grounded and game.held else 0
+    put("player", x, y + crouch)
+    put("left" if game.left_facing else "right", x, y + crouch)
     text = f"score {game.score}   distance {game.where() - (START << 4)}"
     draw.text((unit / 4, unit / 2), text, "#12324a", ImageFont.load_default(unit * 0.4), anchor="lm")
     return np.asarray(image.resize((side // 2, side // 2), Image.Resampling.BOX))

@@ -1,4 +1,4 @@
-"""The real Super Mario Bros. (NES) behind the interface of `envs/mario.py`: the same actions, reward, ends and pictures.
+"""The real Super Mario Bros. (NES) behind the interface of `envs/mario.py`: same actions, reward, ends and pictures.
 
 Needs `stable-retro` and a ROM of your own: `rom=PATH`, or the file that an installed `gym-super-mario-bros` carries. It
 drives the emulator core below stable-retro's Gym layer. A process can hold one emulator, so a batch has one lane.
@@ -143,7 +143,7 @@ class NesGame:
     def _look(self) -> None:
         ram = self.ram
         self.dead = ram[PLAYER] in (0x0B, 6) or ram[BELOW] > 1
-        # Sliding down the pole, with the flag (0x31) or the bridge's end (0x2D) among the five who move; or the world's end.
+        # Sliding down a pole, with the flag (0x31) or Bowser (0x2D) among the five who move; or the end of a world.
         sliding = ram[FLOAT] == 3 and any(kind in (0x31, 0x2D) for kind in ram[KINDS : KINDS + 5])
         self.flag = not self.dead and (ram[MODE] == 2 or sliding)
         self.score = 10 * int("".join(str(digit) for digit in ram[SCORE : SCORE + 6]))
@@ -178,7 +178,7 @@ class NesGame:
 
 
 class SuperMarioBrosBatch(MarioBatch):
-    """`MarioBatch` with one lane, the emulator; `rom`, `world`, `stage` and the other keywords as `NesGame` has them."""
+    """`MarioBatch` with one lane, the emulator; `rom`, `world`, `stage` and other keywords as `NesGame` has them."""
 
     game_class = NesGame
 
