@@ -241,7 +241,9 @@ class MarioGame:
         return self.x >> 4
 
     def play(self, buttons: int, frames: int | None = None) -> None:
-        """Hold `buttons` for `frames` (None: `skip`), or until the game ends."""
+        """Hold `buttons` for `frames` (None: `skip`), or until the game ends; a game that has ended stays as it is."""
+        if self.dead or self.flag:
+            return
         # Attributes are read and written once per agent step: each access costs as much as an addition.
         frames = self.skip if frames is None else frames
         grid, walkers = self.level.grid, self.level.walkers
