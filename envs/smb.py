@@ -91,7 +91,10 @@ class NesGame:
 
         self.size, self.skip, self.noop_max = size, skip, noop_max
         gc.collect()  # an emulator that nobody holds any more may still be waiting to be freed
-        self.emulator = stable_retro.RetroEmulator(str(path))
+        try:
+            self.emulator = stable_retro.RetroEmulator(str(path))
+        except RuntimeError as error:
+            raise ValueError(f"rom {path}: no emulator for it ({error}); a process can hold one only") from error
         self.data = stable_retro.data.GameData()
         self.emulator.configure_data(self.data)
         self.emulator.step()
