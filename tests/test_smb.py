@@ -79,6 +79,7 @@ def test_a_walker_kills_and_patience_ends() -> None:
     assert -1 <= reward[0] < -0.85 and 250 < info["distance"][0] < 300 and not truncated[0] and not info["flag"][0]
     steps = [batch.step(np.array([0])) for _ in range(PATIENCE)]
     assert [step[1][0] for step in steps] == [0] * 39 + [-0.5] and steps[-1][3][0] and not steps[-1][2][0]
+    del batch  # a process holds one emulator
     batch = start(max_steps=3)
     assert [batch.step(np.array([1]))[3][0] for _ in range(3)] == [False, False, True]
 
