@@ -8,3 +8,5 @@ for _id, _rules in snake.VARIANTS.items():
     register(_id, "envs.snake:SnakeEnv", vector_entry_point="envs.snake:SnakeVectorEnv", kwargs=_rules)
 for _id, _rules in metta.VARIANTS.items():
     register(_id, vector_entry_point="envs.metta:MettaVectorEnv", kwargs=_rules)
+register("MarioLike-v0", "envs.mario:MarioEnv", vector_entry_point="envs.mario:MarioVectorEnv")
+register("SuperMarioBros-v0", "envs.smb:SuperMarioBrosEnv")
