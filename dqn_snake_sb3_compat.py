@@ -2,7 +2,7 @@
 
     python dqn_snake_sb3_compat.py                                                # two minutes of Snake on 20 x 20
     python dqn_snake_sb3_compat.py --policy transformer --batch-size 8192 --bf16  # large batches, made for a GPU
-    python dqn_snake_sb3_compat.py --env-id CartPole-v1 --total-timesteps 50000   # any Gymnasium id
+    python dqn_snake_sb3_compat.py --env-id CartPole-v1 --compile                 # any Gymnasium id; fast on a CPU too
     python dqn_snake_sb3_compat.py --import-sb3 model.zip --export-sb3 more.zip   # goes on where SB3 stopped, and back
     python dqn_snake_sb3_compat.py --evaluate latest --render                     # watch the last agent play
 
@@ -124,7 +124,7 @@ class Args:
     tf32: bool = False
     """fp32 matmuls on tensor cores (CUDA)"""
     compile: bool = False
-    """torch.compile acting and the loss (USE_TORCH_COMPILE)"""
+    """torch.compile the update from the replay to the new weights, and acting (USE_TORCH_COMPILE)"""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     """torch.compile's mode"""
     cudagraph: bool = False
@@ -567,6 +567,27 @@ def read_sb3(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return data, saved
 
 
+def take_over(args: Args, networks: dict[str, QNetwork], optimizer: dict[str, torch.Tensor]) -> list[int | float]:
+    """Put a zip's weights and Adam's moments into ours; gives its steps, updates, calls, episodes and epsilon."""
+    data, saved = read_sb3(args.import_sb3)
+    try:
+        for name, network in networks.items():
+            network.load_state_dict({key: saved["policy"][f"{name}.{key}"] for key in network.state_dict()})
+        moments = saved["policy.optimizer"]["state"]
+        for name in ("exp_avg", "exp_avg_sq") if moments else ():
+            optimizer[name].copy_(torch.cat([moments[number][name].flatten() for number in sorted(moments)]))
+            optimizer["step"].copy_(moments[0]["step"])
+    except (KeyError, RuntimeError, ValueError) as error:
+        reason = f"({str(error).strip().splitlines()[-1].strip()})"
+        refuse(f"--import-sb3 {args.import_sb3}: does not fit --env-id {args.env_id} --policy {args.policy} {reason}")
+    counters = [data.get(f"_{name}", 0) for name in ("n_updates", "n_calls", "episode_num")]
+    counters = [data.get("num_timesteps", 0), *counters, data.get("exploration_rate", 0.0)]
+    print(
+        f"{args.import_sb3}: goes on after {counters[0]:,} steps and {counters[1]:,} updates; the replay starts empty"
+    )
+    return counters
+
+
 def write_sb3(
     path: str,
     args: Args,
@@ -858,25 +879,8 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         global_step, updates, calls, episodes, epsilon, seconds_before, earlier = saved["counters"]
         load_games(saved["games"], envs, obs, returns, lengths)
     elif args.import_sb3:
-        data, saved = read_sb3(args.import_sb3)
-        try:
-            for name, network in networks.items():
-                network.load_state_dict({key: saved["policy"][f"{name}.{key}"] for key in network.state_dict()})
-            moments = saved["policy.optimizer"]["state"]
-            for name in ("exp_avg", "exp_avg_sq") if moments else ():
-                optimizer[name].copy_(torch.cat([moments[number][name].flatten() for number in sorted(moments)]))
-                adam_step.copy_(moments[0]["step"])
-        except (KeyError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[-1].strip()
-            refuse(
-                f"--import-sb3 {args.import_sb3}: does not fit --env-id {args.env_id} --policy {args.policy} ({reason})"
-            )
-        global_step = earlier = data.get("num_timesteps", 0)
-        counters = ("_n_updates", "_n_calls", "_episode_num", "exploration_rate")
-        updates, calls, episodes, epsilon = (data.get(name, 0) for name in counters)
-        print(
-            f"{args.import_sb3}: goes on after {global_step:,} steps and {updates:,} updates; the replay starts empty"
-        )
+        global_step, updates, calls, episodes, epsilon = take_over(args, networks, optimizer)
+        earlier = global_step
     first_step, first_update = logged_step, logged_update = global_step, updates
     scores, precision = {}, str(dtype).removeprefix("torch.")
     writer = SummaryWriter(folder, purge_step=global_step)
