@@ -157,9 +157,10 @@ def apart(function: Callable, **arguments: Any) -> Any:
     """What `function` of this file returns in a process of its own: no peer shares threads or memory with another."""
     code = f"import json, benchmark; print(json.dumps(benchmark.{function.__name__}(**{arguments!r})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    if missing := re.search("No module named '([^']+)'", done.stderr):
-        refuse(f"{missing[1]} is not installed; pip install -r requirements-dev.txt has all peers")
     if done.returncode:
+        missing = re.search("No module named '([^']+)'", done.stderr)
+        if missing:
+            refuse(f"{missing[1]} is not installed; pip install -r requirements-dev.txt has all peers")
         sys.exit(f"{function.__name__} failed:\n{done.stderr}")
     print(f"  {function.__name__} {' '.join(f'{name}={value}' for name, value in arguments.items())}", flush=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -231,30 +232,29 @@ def jumanji_rates(widths: tuple[int, ...], seconds: float) -> list[float]:
 def table_env(options: Options, device: torch.device) -> tuple[str, dict]:
     """The game alone, 10x10, random actions, a finished game starts anew: env steps per second by games at once.
 
-    jumanji's Snake-v1 runs on the same board in JAX, jitted and on the CPU. Columns with a G are Gymnasium's own
-    measure, `benchmark_vector_step`, which draws the actions too: `SnakeVectorEnv` takes and gives NumPy arrays, the
-    rule book plays one game after the other in `SyncVectorEnv`. "×" is ours to the peer, within a round.
+    jumanji's Snake-v1 has the same board, jitted, on the device JAX takes by itself (without jax[cuda] the CPU).
+    Columns with a G are Gymnasium's own measure, `benchmark_vector_step`, which draws the actions too: `SnakeVectorEnv`
+    takes and gives NumPy arrays, the rule book plays one game after the other in `SyncVectorEnv`. "×" is ours to the
+    peer, within a round.
     """
     widths = (128, 4096) if options.fast else (1, 128, 1024, 4096, 16384, 65536)
     few, seconds = tuple(width for width in widths if width <= 1024), 0.2 if options.fast else 1.0
-    measured = in_turn(
-        options,
-        {
-            "SnakeBatch": lambda: apart(snake_rates, widths=widths, seconds=seconds, device=device.type),
-            "jumanji": lambda: apart(jumanji_rates, widths=widths, seconds=seconds),
-            "SnakeVectorEnv, G": lambda: apart(gymnasium_rates, widths=widths, seconds=seconds, rule_book=False),
-            "rule book, G": lambda: apart(gymnasium_rates, widths=few, seconds=seconds, rule_book=True),
-        },
-    )
+    calls = {
+        "SnakeBatch": lambda: apart(snake_rates, widths=widths, seconds=seconds, device=device.type),
+        "jumanji": lambda: apart(jumanji_rates, widths=widths, seconds=seconds),
+        "SnakeVectorEnv, G": lambda: apart(gymnasium_rates, widths=widths, seconds=seconds, rule_book=False),
+        "rule book, G": lambda: apart(gymnasium_rates, widths=few, seconds=seconds, rule_book=True),
+    }
+    measured = in_turn(options, calls)
     ours, jumanji, vector, book = (list(zip(*rounds)) for rounds in measured.values())  # by width, then by round
     compared, rows = {"jumanji, best width of each": ratios(map(max, zip(*ours)), map(max, zip(*jumanji)))}, []
     for i, width in enumerate(widths):
         compared[f"jumanji, {width:,} games"] = ratios(ours[i], jumanji[i])
-        row = [f"{width:,}", spread(ours[i]), spread(jumanji[i]), spread(compared[f"jumanji, {width:,} games"], 1)]
+        row = [f"{width:,}", spread(ours[i]), spread(jumanji[i]), spread(compared[f"jumanji, {width:,} games"], 2)]
         row += [spread(vector[i]), "", ""]
         if width in few:
             compared[f"rule book, {width:,} games"] = ratios(vector[i], book[i])
-            row[5:] = spread(book[i]), spread(compared[f"rule book, {width:,} games"], 1)
+            row[5:] = spread(book[i]), spread(compared[f"rule book, {width:,} games"], 2)
         rows.append(row)
     best = compared["jumanji, best width of each"]
     text = table("games | `SnakeBatch` | jumanji | × | `SnakeVectorEnv`, G | rule book, G | ×", rows)
@@ -265,6 +265,7 @@ def table_env(options: Options, device: torch.device) -> tuple[str, dict]:
 # ------------------------------------------------------------------------- Stable-Baselines3 on the same Snake
 
 
+FOREVER = 10**9  # steps: time ends it
 RECIPE = dict(  # dqn_snake.py's, as far as SB3 has it: no double target, no step size that falls
     view="network", num_envs=128, gamma=0.98, learning_rate=1e-3, buffer_size=500_000, learning_starts=5000,
     batch_size=256, train_freq=1, gradient_steps=1, tau=0.01, target_update_interval=128, exploration_final_eps=0.002,
@@ -309,15 +310,18 @@ class SnakeView(torch.nn.Module):
         return torch.cat([seen.flatten(1), F.one_hot(food, self.view.side**2)], 1)
 
 
-def sb3_agent(name: str, device: str, threads: int, env_id: str = "Snake-v0", seed: int = 1, **changes: Any) -> Any:
-    """The agent of AGENTS, ready to learn."""
+def sb3_agent(
+    name: str, device: str, threads: int, env_id: str = "Snake-v0", seed: int = 1, explored: int = 1, **changes: Any
+) -> Any:
+    """The agent of AGENTS, to learn for FOREVER; a DQN explores over its first `explored` steps."""
     import stable_baselines3
     from stable_baselines3.common.vec_env import DummyVecEnv
 
     import envs  # noqa: F401  (registers the games)
 
     torch.set_num_threads(threads)
-    settings = {"view": "", "num_envs": 1} | AGENTS[name] | changes
+    explores = {"exploration_fraction": explored / FOREVER} if AGENTS[name]["algorithm"] == "DQN" else {}
+    settings = {"view": "", "num_envs": 1} | AGENTS[name] | explores | changes
     algorithm, view, num_envs = (settings.pop(name) for name in ("algorithm", "view", "num_envs"))
     if view:
         width, layers = (512, {"net_arch": []}) if view == "network" else (0, {})
@@ -336,7 +340,7 @@ def sb3_rate(seconds: float, **agent: Any) -> dict[str, float]:
     """Env steps per second while it learns, and transitions learned from per env step (DQN)."""
     model = sb3_agent(**agent)
     start = time.perf_counter()
-    model.learn(10**9, callback=lambda *_: time.perf_counter() - start < seconds)
+    model.learn(FOREVER, callback=lambda *_: time.perf_counter() - start < seconds)
     steps = model.num_timesteps
     replay_ratio = model._n_updates * model.batch_size / steps
     return {"env_steps_per_second": steps / (time.perf_counter() - start), "replay_ratio": replay_ratio}
@@ -367,14 +371,12 @@ def greedy_score(model: Any, turns: bool, episodes: int = 100) -> float:
     return score.mean().item()
 
 
-def sb3_curve(name: str, explored: int, seconds: float, every: float, goal: float, **agent: Any) -> list:
-    """[seconds, mean food] of every evaluation on the way, until one reaches `goal`; evaluations stop the clock.
+def sb3_curve(name: str, seconds: float, every: float, goal: float, **agent: Any) -> list:
+    """[seconds, mean food] of every evaluation on the way, until one reaches `goal`; evaluations stop the clock."""
+    import stable_baselines3  # noqa: F401  (before the clock starts)
 
-    A DQN explores over its first `explored` steps.
-    """
-    settings = {"exploration_fraction": explored / 10**9} if AGENTS[name]["algorithm"] == "DQN" else {}
     start, paused, curve = time.perf_counter(), 0.0, [[0.0, 0.0]]
-    model = sb3_agent(name, **agent, **settings)
+    model = sb3_agent(name, **agent)
 
     def test(*_) -> bool:
         nonlocal paused
@@ -384,7 +386,7 @@ def sb3_curve(name: str, explored: int, seconds: float, every: float, goal: floa
             paused = time.perf_counter() - start - now
         return now < seconds and curve[-1][1] < goal
 
-    model.learn(10**9, callback=test)
+    model.learn(FOREVER, callback=test)
     return curve
 
 
@@ -434,7 +436,7 @@ def table_train(options: Options, device: torch.device) -> tuple[str, dict]:
     base = f"{QUICK} --max-seconds {seconds} --learning-starts 1000"
     pairs, calls, rows = {"": "SB3's DQN, our recipe", "--replay-ratio 8": "SB3's DQN, defaults"}, {}, []
     for flags, peer in pairs.items():
-        agent = {"name": peer, "device": device.type, "threads": threads}
+        agent = {"name": peer, "device": device.type, "threads": threads, "learning_starts": 1000}
         calls[flags] = lambda flags=flags: run(f"{base} {flags}".strip(), options)
         calls[peer] = lambda agent=agent: apart(sb3_rate, seconds=seconds, **agent)
     measured = in_turn(options, calls)
@@ -706,7 +708,7 @@ def table_sb3_speed(options: Options, device: torch.device) -> tuple[str, dict]:
         return run(f"{flags} --max-seconds {seconds} {more}".strip(), options, "dqn_snake_sb3_compat.py")
 
     def theirs(threads: int) -> dict:
-        settings = {"env_id": env_id, "num_envs": num_envs, "exploration_initial_eps": 0.05, "threads": threads}
+        settings = {"env_id": env_id, "num_envs": num_envs, "threads": threads}
         return apart(sb3_rate, seconds=seconds, name="SB3's DQN, defaults", device=device.type, **settings)
 
     calls = {
@@ -736,12 +738,10 @@ TUNED = dict(  # for CartPole-v1, from rl-baselines3-zoo
 
 def sb3_learn(seed: int) -> list[float]:
     """Seconds and mean return over 100 games of SB3's DQN after 50,000 steps."""
-    from stable_baselines3 import DQN
     from stable_baselines3.common.evaluation import evaluate_policy
 
-    torch.set_num_threads(1)
     start = time.perf_counter()
-    model = DQN("MlpPolicy", "CartPole-v1", device="cpu", seed=seed, **TUNED).learn(50_000)
+    model = sb3_agent("SB3's DQN, defaults", "cpu", 1, "CartPole-v1", seed, **TUNED).learn(50_000)
     seconds = time.perf_counter() - start
     return [seconds, float(evaluate_policy(model, model.get_env(), 100)[0])]
 
@@ -756,14 +756,13 @@ def table_sb3_learn(options: Options, device: torch.device) -> tuple[str, dict]:
             one = run(f"{flags} --seed {seed}{more}", options, "dqn_snake_sb3_compat.py")
             raw[name].append([one["wall_seconds"], one["eval_score_mean"]])
         raw["SB3"].append(apart(sb3_learn, seed=seed))
-    peer = [seconds for seconds, _ in raw["SB3"]]
-    compared = {}
+    compared, peer = {}, [seconds for seconds, _ in raw["SB3"]]
     for name, found in raw.items():
         seconds, scores = map(list, zip(*found))
         compared[name] = ratios(peer, seconds)
-        rows.append(
-            [name, " · ".join(f"{score:.0f}" for score in scores), spread(seconds, 1), spread(compared[name], 1)]
-        )
+        scores = " · ".join(f"{score:.0f}" for score in scores)
+        rows.append([name, scores, spread(seconds, 1), spread(compared[name], 1)])
+    del compared["SB3"]
     seeds = " · ".join(map(str, options.seeds))
     text = table(f"who | mean return of 100 games, seeds {seeds} | seconds | SB3's seconds to these", rows)
     return text, {"runs": raw, "ratios": compared}
@@ -943,12 +942,12 @@ def read_records(path: str, names: list[str], device: torch.device) -> list[dict
     """What --compare compares with; refused where it has no ratio of what is about to be measured."""
     try:
         found = json.loads(Path(path).read_text())
-        records = [one for one in (found if isinstance(found, list) else [found]) if one["ratios"]]
+        records = [one for one in (found if isinstance(found, list) else [found]) if one.get("ratios")]
         if any(one["table"] in names and one["device"] == device.type for one in records):
             return records
         reason = f"it has no ratios of {', '.join(names)} on {device.type}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"not a file of ratios ({type(error).__name__}: {error})"
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        reason = f"not a file of results ({type(error).__name__}: {error})"
     refuse(f"--compare {path}: {reason}; a file that --json wrote works")
 
 
