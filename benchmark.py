@@ -1,13 +1,13 @@
 """Measures what the scripts do, by running them beside their peers, and writes benchmarks.md.
 
-    python benchmark.py                          # --suite snake: 13 minutes on two cores
+    python benchmark.py                          # --suite snake: 14 minutes on two cores
     python benchmark.py --suite switches --fast  # fewer rows and shorter runs
     python benchmark.py --suite sweep --write-env  # the fastest settings of the transformer go into .env
     python benchmark.py --compare benchmarks/env.json --suite env  # exit code 1 if a ratio to a peer fell
 
 Suites, with their tables, and how long they take on two cores:
 
-    snake: env, act, train, update: the game, with the network, learning, the learner   13 minutes
+    snake: env, act, train, update: the game, with the network, learning, the learner   14 minutes
     sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py beside the original       30 minutes
     switches: every switch alone and together                                           40 minutes
     scaling: cost as games, batch and board grow                                        25 minutes
@@ -238,7 +238,7 @@ def table_env(options: Options, device: torch.device) -> tuple[str, dict]:
     peer, within a round.
     """
     widths = (128, 4096) if options.fast else (1, 128, 1024, 4096, 16384, 65536)
-    few, seconds = tuple(width for width in widths if width <= 1024), 0.2 if options.fast else 1.0
+    few, seconds = tuple(width for width in widths if width <= 1024), 0.2 if options.fast else 0.5
     calls = {
         "SnakeBatch": lambda: apart(snake_rates, widths=widths, seconds=seconds, device=device.type),
         "jumanji": lambda: apart(jumanji_rates, widths=widths, seconds=seconds),
@@ -411,7 +411,7 @@ def table_act(options: Options, device: torch.device) -> tuple[str, dict]:
     SB3 plays the same game with the same network: `DummyVecEnv`, `model.predict`. "×" is ours to it, within a round.
     """
     widths = (128,) if options.fast else (1, 128, 1024, 4096, 16384)
-    few, seconds = tuple(width for width in widths if width <= 1024), 0.5 if options.fast else 1.5
+    few, seconds = tuple(width for width in widths if width <= 128), 0.5 if options.fast else 1.0
     calls = {"ours": lambda: apart(act_rates, widths=widths, seconds=seconds, device=device.type)}
     for width in few:
         calls[width] = lambda width=width: apart(sb3_act_rate, num_envs=width, seconds=seconds, device=device.type)
@@ -432,7 +432,7 @@ def table_train(options: Options, device: torch.device) -> tuple[str, dict]:
     "Our recipe" is SB3's DQN with our view, network, batch, number of games, and target network; "defaults" has a 64-64
     MLP on the board's codes, batch 32 and one game. "×" is ours in the row above to it, within a round.
     """
-    seconds, threads = 3 if options.fast else 6, torch.get_num_threads()
+    seconds, threads = 5 if options.fast else 6, torch.get_num_threads()
     base = f"{QUICK} --max-seconds {seconds} --learning-starts 1000"
     pairs, calls, rows = {"": "SB3's DQN, our recipe", "--replay-ratio 8": "SB3's DQN, defaults"}, {}, []
     for flags, peer in pairs.items():
@@ -507,7 +507,7 @@ def table_update(options: Options, device: torch.device) -> tuple[str, dict]:
     large matmul and a large copy: its operations per second, and the bytes per second it cannot help moving.
     """
     batches = (256, 8192) if options.fast else (32, 256, 2048, 8192)
-    flags = f"{QUICK} --replay-ratio 64 --learning-starts 2000 --log-every 1 --max-seconds {4 if options.fast else 6}"
+    flags = f"{QUICK} --replay-ratio 64 --learning-starts 2000 --log-every 1 --max-seconds {5 if options.fast else 6}"
     calls = {batch: lambda batch=batch: run(f"{flags} --batch-size {batch}", options) for batch in batches}
     calls["ceiling"] = lambda: apart(ceiling, device=device.type, seconds=0.3 if options.fast else 1)
     measured, rows, raw = in_turn(options, calls), [], {}
@@ -545,7 +545,7 @@ def table_switches(options: Options, device: torch.device) -> tuple[str, dict]:
     switches += [attention, *(f"{attention} --sdpa {kernel}" for kernel in kernels)]
     if options.fast:
         switches = ["", "--threads 1", larger]
-    base = f"{QUICK} --max-seconds {3 if options.fast else 8}"
+    base = f"{QUICK} --max-seconds {5 if options.fast else 8}"
     measured = in_turn(options, {one: lambda one=one: run(f"{base} {one}".strip(), options) for one in switches})
     rates = {switch: column(runs, "env_steps_per_second") for switch, runs in measured.items()}
     rows = []
@@ -574,7 +574,7 @@ def table_scaling(options: Options, device: torch.device) -> tuple[str, dict]:
     """
     sizes = {"--num-envs": [1, 8, 64, 512, 4096, 16384, 65536], "--batch-size": [32, 256, 2048, 16384, 65536]}
     sizes |= {"--board": ["6x6", "10x10", "16x16", "24x24", "32x32"]}
-    base = f"{QUICK} --learning-starts 1000 --max-seconds {3 if options.fast else 8}"
+    base = f"{QUICK} --learning-starts 1000 --max-seconds {5 if options.fast else 8}"
     rows, raw = [], []
     for flag, values in sizes.items():
         values, peaks = values[:: 3 if options.fast else 1], []
