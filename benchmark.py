@@ -1,18 +1,29 @@
-"""Measures what the scripts do, by running them, and writes benchmarks.md.
+"""Measures what the scripts do, by running them beside their peers, and writes benchmarks.md.
 
-    python benchmark.py                         # --suite env, update and switches: 20 minutes on two cores
-    python benchmark.py --suite learn           # learning: three seeds of 60, 120 and 600 seconds
-    python benchmark.py --suite learn --fast    # one seed of 60 seconds
-    python benchmark.py --suite sb3             # dqn_snake_sb3_compat.py beside Stable-Baselines3, and the sweep
-    python benchmark.py --suite sweep           # its transformer by switches and batch: 7 minutes on two cores
-    python benchmark.py --suite sweep --write-env --fast  # fewer batches; the fastest settings go into .env
+    python benchmark.py                          # --suite snake: 14 minutes on two cores
+    python benchmark.py --suite switches --fast  # fewer rows and shorter runs
+    python benchmark.py --suite sweep --write-env  # the fastest settings of the transformer go into .env
+    python benchmark.py --compare benchmarks/env.json --suite env  # exit code 1 if a ratio to a peer fell
 
-Every suite replaces its own section of benchmarks.md and leaves the rest alone; raw results go to benchmarks/*.json.
-Commands that are compared take turns (A B A B ...), medians are over `--repeats` runs after one that does not count.
+Suites, with their tables, and how long they take on two cores:
+
+    snake: env, act, train, update: the game, with the network, learning, the learner   14 minutes
+    sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py beside the original       30 minutes
+    switches: every switch alone and together                                           40 minutes
+    scaling: cost as games, batch and board grow                                        25 minutes
+    learn: score after one, two and ten minutes, three seeds                            55 minutes
+    time-to-score: seconds to 5, 10, 20, 30 food beside SB3, up to 20 minutes a run      5 hours
+    all: all of them. --suite also takes the name of a single table
+
+A table replaces its own section of benchmarks.md and leaves the rest alone; raw results go to benchmarks/*.json, and
+pictures are drawn from those. What is compared takes turns (A B A B ...); medians are over `--repeats` rounds after one
+that does not count. Ratios are taken within a round.
 """
 
+import inspect
 import io
 import json
+import math
 import os
 import platform
 import re
@@ -22,35 +33,60 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
+import gymnasium
+import numpy as np
 import torch
+import torch.nn.functional as F
 import tyro
 from dotenv.parser import parse_stream
 from gymnasium.utils.performance import benchmark_vector_step
 from gymnasium.vector import SyncVectorEnv
 
+import dqn_snake
 from envs.snake import SnakeBatch, SnakeEnv, SnakeVectorEnv
 
 ROOT = Path(__file__).parent
 PLAIN = {"OPTIMAL_BATCH_SIZE": "32", "USE_TORCH_COMPILE": "false", "USE_FLASH_ATTENTION": "false", "USE_BF16": "false"}
 # dqn_snake_sb3_compat.py's settings while it is measured, so that a .env changes nothing
+QUICK = "--eval-every 0 --eval-episodes 1"  # of runs that are measured for speed
+SUITES = {"snake": ["env", "act", "train", "update"], "sb3": ["sb3-speed", "sb3-learn", "sweep"]}
+SUITES |= {name: [name] for name in ("switches", "scaling", "learn", "time-to-score")}
+SUITES |= {"all": [table for tables in SUITES.values() for table in tables]}
 
 
 @dataclass
 class Options:
-    suite: Literal["default", "env", "update", "switches", "learn", "sb3", "sb3-learn", "sweep", "all"] = "default"
-    """what to measure; default is env, update and switches, and sb3 includes sb3-learn and sweep"""
+    suite: Literal[(*SUITES, *(table for table in SUITES["all"] if table not in SUITES))] = "snake"
+    """what to measure: a suite, or one of its tables"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where"""
-    repeats: int = 5
-    """counted runs per row"""
+    repeats: int | None = None
+    """counted rounds, and seeds, of which there are three at most (None: 5, with --fast 2)"""
     fast: bool = False
     """fewer rows and shorter runs, to see whether everything works"""
+    json: str | None = None
+    """also write everything that was measured into this file"""
+    compare: str | None = None
+    """a file that --json wrote, or one of benchmarks/*.json: exit code 1 if a ratio fell below it by more than the
+    spread (max - min) of its rounds, then or now"""
     write_env: bool = False
     """after the sweep, put the settings with the most samples/s into .env, for dqn_snake_sb3_compat.py"""
+
+    @property
+    def rounds(self) -> int:
+        return self.repeats or (2 if self.fast else 5)
+
+    @property
+    def seeds(self) -> range:
+        return range(1, 1 + (1 if self.fast else min(self.rounds, 3)))
 
 
 def refuse(message: str) -> NoReturn:
@@ -59,7 +95,8 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def machine(device: torch.device) -> str:
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a result depends on besides the command."""
     if device.type == "cuda":
         chip = torch.cuda.get_device_name()
     else:
@@ -67,8 +104,11 @@ def machine(device: torch.device) -> str:
         names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else [platform.processor()]
         chip = f"{torch.get_num_threads()} cores of {names[0]}, {torch.backends.cpu.get_cpu_capability()}"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    python = platform.python_version()
-    return f"{chip}; torch {torch.__version__}, Python {python}; {time.strftime('%Y-%m-%d')}, commit {commit.strip()}"
+    versions = {"Python": platform.python_version()}
+    for package in ("torch", "numpy", "gymnasium", "stable-baselines3", "jumanji", "jax"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {"commit": commit.strip(), "date": time.strftime("%Y-%m-%d"), "hardware": chip, "versions": versions}
 
 
 def spread(values: list[float], digits: int = 0) -> str:
@@ -76,10 +116,26 @@ def spread(values: list[float], digits: int = 0) -> str:
     return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}–{max(values):,.{digits}f})"
 
 
+def column(runs: list[dict], key: str) -> list[float]:
+    return [one[key] for one in runs]
+
+
+def middle(runs: list[dict], key: str) -> float:
+    return statistics.median(column(runs, key))
+
+
+def ratios(ours: list[float], peers: list[float]) -> list[float]:
+    """How many times the peer's rate ours is, round by round."""
+    return [our / peer if peer else math.inf for our, peer in zip(ours, peers)]
+
+
 def table(header: str, rows: list[list]) -> str:
     columns = header.split(" | ")
     lines = [f"| {header} |", "|" + " --- |" * len(columns)]
     return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+# ------------------------------------------------------------------------------------------------ running things
 
 
 def run(flags: str, options: Options, script: str = "dqn_snake.py") -> dict:
@@ -97,49 +153,323 @@ def run(flags: str, options: Options, script: str = "dqn_snake.py") -> dict:
     return json.loads((folder / "summary.json").read_text()) | {"flags": flags, "run": folder.name}
 
 
-def alternate(flags: list[str], options: Options) -> list[list[dict]]:
-    """Summaries of every command, in turn; the first round warms the machine up."""
-    rounds = [[run(one, options) for one in flags] for _ in range(options.repeats + 1)]
-    return [list(column) for column in zip(*rounds[1:])]
+def apart(function: Callable, **arguments: Any) -> Any:
+    """What `function` of this file returns in a process of its own: no peer shares threads or memory with another."""
+    code = f"import json, benchmark; print(json.dumps(benchmark.{function.__name__}(**{arguments!r})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        missing = re.search("No module named '([^']+)'", done.stderr)
+        if missing:
+            refuse(f"{missing[1]} is not installed; pip install -r requirements-dev.txt has all peers")
+        sys.exit(f"{function.__name__} failed:\n{done.stderr}")
+    print(f"  {function.__name__} {' '.join(f'{name}={value}' for name, value in arguments.items())}", flush=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def suite_env(options: Options, device: torch.device) -> tuple[str, dict]:
-    """Steps per second of the game alone under random actions, beside Gymnasium's own measure of the same game."""
-    rows, raw = [], {}
-    widths = (128, 4096, 16384) if options.fast else (1, 128, 1024, 4096, 16384, 65536)
+def in_turn(options: Options, calls: dict[str, Callable[[], Any]]) -> dict[str, list]:
+    """What every call returned, round by round (A B A B ...), without the first round, which warms the machine up."""
+    rounds = [{name: call() for name, call in calls.items()} for _ in range(options.rounds + 1)]
+    return {name: [results[name] for results in rounds[1:]] for name in calls}
+
+
+def rate_of(work: Callable[[], Any], amount: float, seconds: float, device: str = "cpu") -> float:
+    """What `work` does per second if a call does `amount` of it; the first call does not count."""
+    work()
+    calls, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        work()
+        calls += 1
+        if device == "cuda":
+            torch.cuda.synchronize()
+    return calls * amount / (time.perf_counter() - start)
+
+
+# ------------------------------------------------------------------------------------------------ Snake: the game
+
+
+def snake_rates(widths: tuple[int, ...], seconds: float, device: str) -> list[float]:
+    """Steps per second of `SnakeBatch` under random actions, by width."""
+    rates = []
     for width in widths:
         envs = SnakeBatch(width, device, seed=1)
         envs.reset()
-        actions = [torch.randint(4, (width,), device=device) for _ in range(16)]
-        rates = []
-        for _ in range(options.repeats + 1):
-            steps, start = 0, time.perf_counter()
-            while time.perf_counter() - start < (0.3 if options.fast else 1.5):
-                for action in actions:
-                    envs.step(action)
-                steps += 16 * width
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-            rates.append(steps / (time.perf_counter() - start))
-        raw[width] = rates[1:]
-        rows.append([f"{width:,}", spread(rates[1:])])
-    seconds = 0.5 if options.fast else 3
-    book = benchmark_vector_step(SyncVectorEnv([SnakeEnv] * 64), seconds, seed=1)
-    ours = benchmark_vector_step(SnakeVectorEnv(4096), seconds, seed=1)
-    raw |= {"rule book in SyncVectorEnv(64)": book, "SnakeVectorEnv(4096)": ours}
-    rows.append(["Gymnasium's `benchmark_vector_step`, `SnakeVectorEnv` of 4,096 (NumPy in and out)", f"{ours:,.0f}"])
-    rows.append(["the same, rule book in `SyncVectorEnv` of 64", f"{book:,.0f}"])
-    return table("games at once | env steps/s, median (min–max)", rows), raw
+        actions = torch.randint(4, (16, width), device=device)
+        rates.append(rate_of(lambda: [envs.step(action) for action in actions], 16 * width, seconds, device))
+    return rates
+
+
+def gymnasium_rates(widths: tuple[int, ...], seconds: float, rule_book: bool) -> list[float]:
+    """The same by Gymnasium's own measure: of the rule book in `SyncVectorEnv`, or of `SnakeVectorEnv`."""
+    games = [SyncVectorEnv([SnakeEnv] * width) if rule_book else SnakeVectorEnv(width) for width in widths]
+    return [benchmark_vector_step(envs, seconds, seed=1) for envs in games]
+
+
+def jumanji_rates(widths: tuple[int, ...], seconds: float) -> list[float]:
+    """The same of jumanji's Snake-v1 on our board, jitted, 16 steps a call: its fastest way."""
+    import jax
+    from jumanji.environments import Snake
+    from jumanji.wrappers import AutoResetWrapper, VmapWrapper
+
+    envs = VmapWrapper(AutoResetWrapper(Snake(*dqn_snake.Rules().board)))
+
+    @jax.jit
+    def play(games: tuple, actions: jax.Array) -> tuple:
+        return jax.lax.scan(lambda games, action: (envs.step(games[0], action), None), games, actions)[0]
+
+    rates = []
+    for width in widths:
+        games = jax.jit(envs.reset)(jax.random.split(jax.random.PRNGKey(1), width))
+        actions = jax.random.randint(jax.random.PRNGKey(2), (16, width), 0, 4)
+
+        def work() -> None:
+            nonlocal games
+            games = jax.block_until_ready(play(games, actions))
+
+        rates.append(rate_of(work, 16 * width, seconds))
+    return rates
+
+
+def table_env(options: Options, device: torch.device) -> tuple[str, dict]:
+    """The game alone, 10x10, random actions, a finished game starts anew: env steps per second by games at once.
+
+    jumanji's Snake-v1 has the same board, jitted, on the device JAX takes by itself (without jax[cuda] the CPU).
+    Columns with a G are Gymnasium's own measure, `benchmark_vector_step`, which draws the actions too: `SnakeVectorEnv`
+    takes and gives NumPy arrays, the rule book plays one game after the other in `SyncVectorEnv`. "×" is ours to the
+    peer, within a round.
+    """
+    widths = (128, 4096) if options.fast else (1, 128, 1024, 4096, 16384, 65536)
+    few, seconds = tuple(width for width in widths if width <= 1024), 0.2 if options.fast else 0.5
+    calls = {
+        "SnakeBatch": lambda: apart(snake_rates, widths=widths, seconds=seconds, device=device.type),
+        "jumanji": lambda: apart(jumanji_rates, widths=widths, seconds=seconds),
+        "SnakeVectorEnv, G": lambda: apart(gymnasium_rates, widths=widths, seconds=seconds, rule_book=False),
+        "rule book, G": lambda: apart(gymnasium_rates, widths=few, seconds=seconds, rule_book=True),
+    }
+    measured = in_turn(options, calls)
+    ours, jumanji, vector, book = (list(zip(*rounds)) for rounds in measured.values())  # by width, then by round
+    compared, rows = {"jumanji, best width of each": ratios(map(max, zip(*ours)), map(max, zip(*jumanji)))}, []
+    for i, width in enumerate(widths):
+        compared[f"jumanji, {width:,} games"] = ratios(ours[i], jumanji[i])
+        row = [f"{width:,}", spread(ours[i]), spread(jumanji[i]), spread(compared[f"jumanji, {width:,} games"], 2)]
+        row += [spread(vector[i]), "", ""]
+        if width in few:
+            compared[f"rule book, {width:,} games"] = ratios(vector[i], book[i])
+            row[5:] = spread(book[i]), spread(compared[f"rule book, {width:,} games"], 2)
+        rows.append(row)
+    best = compared["jumanji, best width of each"]
+    text = table("games | `SnakeBatch` | jumanji | × | `SnakeVectorEnv`, G | rule book, G | ×", rows)
+    text += f"\n\nEach at its best width: {spread(best, 1)} times jumanji."
+    return text, {"widths": widths, "rates": measured, "ratios": compared}
+
+
+# ------------------------------------------------------------------------- Stable-Baselines3 on the same Snake
+
+
+FOREVER = 10**9  # steps: time ends it
+RECIPE = dict(  # dqn_snake.py's, as far as SB3 has it: no double target, no step size that falls
+    view="network", num_envs=128, gamma=0.98, learning_rate=1e-3, buffer_size=500_000, learning_starts=5000,
+    batch_size=256, train_freq=1, gradient_steps=1, tau=0.01, target_update_interval=128, exploration_final_eps=0.002,
+)  # fmt: skip
+AGENTS = {
+    "SB3's DQN, defaults": dict(algorithm="DQN"),
+    "SB3's DQN, our view and gamma": dict(algorithm="DQN", view="alone", gamma=0.98),
+    "SB3's DQN, our recipe": dict(algorithm="DQN") | RECIPE,
+    "SB3's PPO, defaults": dict(algorithm="PPO"),
+    "SB3's PPO, our view and gamma": dict(algorithm="PPO", view="alone", gamma=0.98),
+}
+
+
+class Turns(gymnasium.ActionWrapper):
+    """Left, ahead, right: the actions of those who see the board as the snake does."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        self.action_space = gymnasium.spaces.Discrete(3)
+
+    def action(self, action: int) -> int:
+        return (self.unwrapped.heading + int(action) - 1) % 4
+
+
+class SnakeView(torch.nn.Module):
+    """What an SB3 policy sees of Snake's codes: dqn_snake.py's view, flat, or the hidden layers of its network on it.
+
+    Built by SB3, hence the signature and `features_dim`. As in dqn_snake.py the view is made when the network needs it
+    and of the whole batch, so the replay holds bytes.
+    """
+
+    def __init__(self, space: gymnasium.spaces.Box, width: int, device: str) -> None:
+        super().__init__()
+        self.view = dqn_snake.EgocentricView(space.shape, torch.device(device))
+        self.trunk = dqn_snake.MLP(self.view, width, torch.device(device)) if width else None
+        self.features_dim = width or 3 * self.view.num_spots + self.view.side**2
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        _, seen, food = self.view.spots(obs.byte())
+        if self.trunk:
+            return self.trunk(seen, food)
+        return torch.cat([seen.flatten(1), F.one_hot(food, self.view.side**2)], 1)
+
+
+def sb3_agent(
+    name: str, device: str, threads: int, env_id: str = "Snake-v0", seed: int = 1, explored: int = 1, **changes: Any
+) -> Any:
+    """The agent of AGENTS, to learn for FOREVER; a DQN explores over its first `explored` steps."""
+    import stable_baselines3
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    import envs  # noqa: F401  (registers the games)
+
+    torch.set_num_threads(threads)
+    explores = {"exploration_fraction": explored / FOREVER} if AGENTS[name]["algorithm"] == "DQN" else {}
+    settings = {"view": "", "num_envs": 1} | AGENTS[name] | explores | changes
+    algorithm, view, num_envs = (settings.pop(name) for name in ("algorithm", "view", "num_envs"))
+    if view:
+        width, layers = (512, {"net_arch": []}) if view == "network" else (0, {})
+        extractor = {"features_extractor_kwargs": {"width": width, "device": device}}
+        settings["policy_kwargs"] = extractor | layers | {"features_extractor_class": SnakeView}
+
+    def game() -> gymnasium.Env:
+        env = gymnasium.make(env_id, disable_env_checker=True)
+        return Turns(env) if view else env
+
+    games = DummyVecEnv([game] * num_envs)
+    return getattr(stable_baselines3, algorithm)("MlpPolicy", games, device=device, seed=seed, **settings)
+
+
+def sb3_rate(seconds: float, **agent: Any) -> dict[str, float]:
+    """Env steps per second while it learns, and transitions learned from per env step (DQN)."""
+    model = sb3_agent(**agent)
+    start = time.perf_counter()
+    model.learn(FOREVER, callback=lambda *_: time.perf_counter() - start < seconds)
+    steps = model.num_timesteps
+    replay_ratio = model._n_updates * model.batch_size / steps
+    return {"env_steps_per_second": steps / (time.perf_counter() - start), "replay_ratio": replay_ratio}
+
+
+def sb3_act_rate(num_envs: int, seconds: float, device: str) -> float:
+    """Env steps per second of dqn_snake.py's network playing in SB3's `DummyVecEnv`."""
+    model = sb3_agent("SB3's DQN, our recipe", device, torch.get_num_threads(), num_envs=num_envs)
+    games = model.get_env()
+    obs = games.reset()
+
+    def step() -> None:
+        nonlocal obs
+        obs = games.step(model.predict(obs, deterministic=True)[0])[0]
+
+    return rate_of(step, num_envs, seconds)
+
+
+def greedy_score(model: Any, turns: bool, episodes: int = 100) -> float:
+    """Mean food of greedy games: those of dqn_snake.py's evaluations, played the same way."""
+    envs = SnakeBatch(episodes, seed=dqn_snake.EVAL_SEED)
+    obs, score, done = envs.reset(), torch.zeros(episodes), torch.zeros(episodes, dtype=torch.bool)
+    while not done.all():
+        action = torch.as_tensor(model.predict(obs.numpy(), deterministic=True)[0])
+        obs, _, terminated, truncated, info = envs.step((envs.heading + action - 1) % 4 if turns else action)
+        ends = (terminated | truncated) & ~done
+        score, done = torch.where(ends, info["score"].float(), score), done | ends
+    return score.mean().item()
+
+
+def sb3_curve(name: str, seconds: float, every: float, goal: float, **agent: Any) -> list:
+    """[seconds, mean food] of every evaluation on the way, until one reaches `goal`; evaluations stop the clock."""
+    import stable_baselines3  # noqa: F401  (before the clock starts)
+
+    start, paused, curve = time.perf_counter(), 0.0, [[0.0, 0.0]]
+    model = sb3_agent(name, **agent)
+
+    def test(*_) -> bool:
+        nonlocal paused
+        now = time.perf_counter() - start - paused
+        if now >= curve[-1][0] + every:
+            curve.append([now, greedy_score(model, "view" in AGENTS[name])])
+            paused = time.perf_counter() - start - now
+        return now < seconds and curve[-1][1] < goal
+
+    model.learn(FOREVER, callback=test)
+    return curve
+
+
+# ------------------------------------------------------------------------------------------ Snake: the other tables
+
+
+def act_rates(widths: tuple[int, ...], seconds: float, device: str) -> list[float]:
+    """Steps per second of `SnakeBatch` played by dqn_snake.py's network, greedily, by width."""
+    args, rates = dqn_snake.resolve(dqn_snake.Args(), torch.device(device)), []
+    torch.manual_seed(1)
+    q_network = dqn_snake.QNetwork(args, None, torch.device(device)).requires_grad_(False)
+    for width in widths:
+        envs = SnakeBatch(width, device, seed=1)
+        obs = envs.reset()  # a buffer that every step overwrites
+        rates.append(rate_of(lambda: envs.step(q_network(obs).argmax(1)), width, seconds, device))
+    return rates
+
+
+def table_act(options: Options, device: torch.device) -> tuple[str, dict]:
+    """The game played by the network (untrained, greedy), env steps per second by games at once.
+
+    SB3 plays the same game with the same network: `DummyVecEnv`, `model.predict`. "×" is ours to it, within a round.
+    """
+    widths = (128,) if options.fast else (1, 128, 1024, 4096, 16384)
+    few, seconds = tuple(width for width in widths if width <= 128), 0.5 if options.fast else 1.0
+    calls = {"ours": lambda: apart(act_rates, widths=widths, seconds=seconds, device=device.type)}
+    for width in few:
+        calls[width] = lambda width=width: apart(sb3_act_rate, num_envs=width, seconds=seconds, device=device.type)
+    measured = in_turn(options, calls)
+    compared, rows = {}, []
+    for width, ours in zip(widths, zip(*measured["ours"])):
+        rows.append([f"{width:,}", spread(ours), "", ""])
+        if width in few:
+            compared[f"SB3, {width:,} games"] = ratios(ours, measured[width])
+            rows[-1][2:] = spread(measured[width]), spread(compared[f"SB3, {width:,} games"], 1)
+    text = table("games | ours | SB3, same network | ×", rows)
+    return text, {"widths": widths, "rates": measured, "ratios": compared}
+
+
+def table_train(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Games, network and learning together, beside SB3's DQN on the same game at the same replay ratio.
+
+    "Our recipe" is SB3's DQN with our view, network, batch, number of games, and target network; "defaults" has a 64-64
+    MLP on the board's codes, batch 32 and one game. "×" is ours in the row above to it, within a round.
+    """
+    seconds, threads = 5 if options.fast else 6, torch.get_num_threads()
+    base = f"{QUICK} --max-seconds {seconds} --learning-starts 1000"
+    pairs, calls, rows = {"": "SB3's DQN, our recipe", "--replay-ratio 8": "SB3's DQN, defaults"}, {}, []
+    for flags, peer in pairs.items():
+        agent = {"name": peer, "device": device.type, "threads": threads, "learning_starts": 1000}
+        calls[flags] = lambda flags=flags: run(f"{base} {flags}".strip(), options)
+        calls[peer] = lambda agent=agent: apart(sb3_rate, seconds=seconds, **agent)
+    measured = in_turn(options, calls)
+    rates = {name: column(results, "env_steps_per_second") for name, results in measured.items()}
+    compared = {peer: ratios(rates[flags], rates[peer]) for flags, peer in pairs.items()}
+    for name, results in measured.items():
+        who = name if name in compared else f"`{f'dqn_snake.py {name}'.strip()}`"
+        replay_ratio = middle(results, "replay_ratio")
+        samples = [one["env_steps_per_second"] * one["replay_ratio"] for one in results]
+        times = spread(compared[name], 1) if name in compared else ""
+        rows.append([who, spread(rates[name]), f"{replay_ratio:.2f}", spread(samples), times])
+    text = table("who | env steps/s | replay ratio | samples/s | ×", rows)
+    return text, {"runs": measured, "ratios": compared}
+
+
+def ceiling(device: str, seconds: float) -> list[float]:
+    """Floating point operations per second of a large fp32 matmul, and bytes per second of a large copy."""
+    side = 8192 if device == "cuda" else 2048
+    x, y = torch.randn(2, side, side, device=device)
+    source, target = torch.ones(2, 2**26, device=device)
+    flops = rate_of(lambda: torch.mm(x, y), 2 * side**3, seconds, device)
+    return [flops, rate_of(lambda: target.copy_(source), 2 * 4 * 2**26, seconds, device)]
+
+
+def layer_shapes(weights: dict[str, torch.Tensor]) -> list[torch.Size]:
+    """(outputs, inputs) of the layers that multiply matrices."""
+    matrices = {name: tensor for name, tensor in weights.items() if name.endswith(".weight") and tensor.ndim == 2}
+    return [tensor.shape for name, tensor in matrices.items() if ".food." not in name]
 
 
 def matmul_seconds(batch: int, checkpoint: Path, device: torch.device) -> float:
     """Time that the matmuls of one update take alone: three forward passes, and the backward pass of one."""
-    weights, timings = torch.load(checkpoint, weights_only=True)["q_network"], []
-    shapes = [
-        tensor.shape
-        for name, tensor in weights.items()
-        if name.endswith(".weight") and tensor.ndim == 2 and ".food." not in name
-    ]
+    shapes, timings = layer_shapes(torch.load(checkpoint, weights_only=True)["q_network"]), []
     layers = [[torch.randn(*shape, device=device) for shape in ((batch, n), (m, n), (batch, m))] for m, n in shapes]
     for _ in range(22):
         start = time.perf_counter()
@@ -155,100 +485,249 @@ def matmul_seconds(batch: int, checkpoint: Path, device: torch.device) -> float:
     return statistics.median(timings[2:])
 
 
-def suite_update(options: Options, device: torch.device) -> tuple[str, dict]:
-    """Transitions per second through the learner by batch size, and the share of an update that its matmuls take."""
-    batches = (256, 8192) if options.fast else (32, 128, 256, 512, 2048, 8192, 16384)
-    rows, raw = [], {}
+def least_work(batch: int, checkpoint: Path) -> tuple[float, float]:
+    """Operations of the matmuls of one update, and the bytes it cannot help reading and writing, in fp32.
+
+    Bytes: what each matmul reads and writes, and ten passes over all weights: gradient, weight, Adam's two moments and
+    target weight, each read once and written once.
+    """
+    weights = torch.load(checkpoint, weights_only=True)["q_network"]
+    flops, numbers = 0, 10 * sum(tensor.numel() for tensor in weights.values())
+    for i, (m, n) in enumerate(layer_shapes(weights)):
+        passes = 5 if i else 4
+        flops += 2 * passes * batch * m * n
+        numbers += passes * (batch * n + m * n + batch * m)
+    return flops, 4 * numbers
+
+
+def table_update(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Transitions per second through the learner by batch size, and its share of what this machine can do at most.
+
+    "Its matmuls" is the share of an update's time that they take when run alone. The rest compares an update with a
+    large matmul and a large copy: its operations per second, and the bytes per second it cannot help moving.
+    """
+    batches = (256, 8192) if options.fast else (32, 256, 2048, 8192)
+    flags = f"{QUICK} --replay-ratio 64 --learning-starts 2000 --log-every 1 --max-seconds {5 if options.fast else 6}"
+    calls = {batch: lambda batch=batch: run(f"{flags} --batch-size {batch}", options) for batch in batches}
+    calls["ceiling"] = lambda: apart(ceiling, device=device.type, seconds=0.3 if options.fast else 1)
+    measured, rows, raw = in_turn(options, calls), [], {}
+    flops, bandwidth = (statistics.median(values) for values in zip(*measured["ceiling"]))
     for batch in batches:
-        flags = f"--batch-size {batch} --replay-ratio 64 --max-seconds {5 if options.fast else 8} --eval-every 0 "
-        flags += "--eval-episodes 1 --learning-starts 2000 --log-every 1"
-        runs = [run(flags, options) for _ in range(min(options.repeats, 3))]
-        update = statistics.median(one["train_fraction"] / one["updates_per_second"] for one in runs)
-        floor = matmul_seconds(batch, ROOT / "runs" / runs[0]["run"] / "checkpoint.pt", device)
+        runs = measured[batch]
+        if not all(column(runs, "updates_per_second")):
+            rows.append([f"{batch:,}", "no update in time", "", "", "", ""])
+            continue
+        checkpoint = ROOT / "runs" / runs[0]["run"] / "checkpoint.pt"
+        seconds = statistics.median(one["train_fraction"] / one["updates_per_second"] for one in runs)
+        floor, work = matmul_seconds(batch, checkpoint, device), least_work(batch, checkpoint)
         samples = [one["updates_per_second"] * batch / one["train_fraction"] for one in runs]
-        raw[batch] = {"runs": runs, "update_seconds": update, "matmul_seconds": floor}
-        rows.append(
-            [f"{batch:,}", spread(samples), f"{1000 * update:.2f}", f"{1000 * floor:.2f}", f"{floor / update:.0%}"]
-        )
-    return table("batch | samples/s while learning | ms per update | ms of its matmuls alone | share", rows), raw
+        raw[batch] = {"runs": runs, "update_seconds": seconds, "matmul_seconds": floor, "flops_and_bytes": work}
+        row = [f"{batch:,}", spread(samples), f"{1000 * seconds:.2f}", f"{floor / seconds:.0%}"]
+        for done, most in zip(work, (flops, bandwidth)):
+            row.append(f"{done / seconds / 1e9:,.0f} ({done / seconds / most:.0%})")
+        rows.append(row)
+    text = table("batch | samples/s while learning | ms per update | its matmuls | GFLOP/s | GB/s at least", rows)
+    text += f"\n\nCeiling: {flops / 1e9:,.0f} GFLOP/s (fp32 matmul), {bandwidth / 1e9:,.1f} GB/s (copy)."
+    return text, {"batches": raw, "ceiling": measured["ceiling"]}
 
 
-def suite_switches(options: Options, device: torch.device) -> tuple[str, dict]:
-    """End-to-end steps per second of each switch beside the default, in turn, at the same replay ratio."""
-    base = "--max-seconds 8 --eval-every 0 --eval-episodes 1"
-    switches = ["", "--threads 1", "--bf16", "--compile --max-seconds 45", "--num-envs 512", "--batch-size 1024"]
-    switches += ["--network attention"]
+def table_switches(options: Options, device: torch.device) -> tuple[str, dict]:
+    """End-to-end steps per second of each switch beside the run without it, in turn, at the same replay ratio."""
+    larger, compiled = "--num-envs 512 --batch-size 1024", "--compile --max-seconds 60"
+    switches = ["", *(f"--threads {2**i}" for i in range(min(torch.get_num_threads(), 8).bit_length() - 1))]
+    switches += ["--bf16", *re.findall(r"--\S+ \d+", larger), larger, compiled, f"{compiled} {larger}"]
+    switches += [f"{compiled} --compile-mode {mode}" for mode in ("reduce-overhead", "max-autotune")]
+    kernels = ["math", "flash"]
     if device.type == "cuda":
+        kernels += ["efficient", "cudnn"]
         switches += ["--tf32", "--fp16", "--cudagraph", "--cudagraph --bf16", "--cudagraph --compile --bf16"]
-    columns = alternate([f"{base} {switch}" for switch in switches], options)
-    default = statistics.median(one["env_steps_per_second"] for one in columns[0])
+    attention = "--network attention"
+    switches += [attention, *(f"{attention} --sdpa {kernel}" for kernel in kernels)]
+    if options.fast:
+        switches = ["", "--threads 1", larger]
+    base = f"{QUICK} --max-seconds {5 if options.fast else 8}"
+    measured = in_turn(options, {one: lambda one=one: run(f"{base} {one}".strip(), options) for one in switches})
+    rates = {switch: column(runs, "env_steps_per_second") for switch, runs in measured.items()}
     rows = []
-    for switch, runs in zip(switches, columns):
-        rates = [one["env_steps_per_second"] for one in runs]
+    for switch, runs in measured.items():
+        gain = ratios(rates[switch], rates[attention if switch.startswith(f"{attention} ") else ""])
+        active = [runs[0]["precision"], runs[0]["sdpa"], *(name for name in ("compiled", "cudagraph") if runs[0][name])]
         name = f"`{switch}`" if switch else "default"
-        ratio, replay = statistics.median(rates) / default, statistics.median(one["replay_ratio"] for one in runs)
-        rows.append([name, spread(rates), f"{ratio:.2f}×", f"{replay:.2f}", runs[0]["precision"]])
-    return table("flags | env steps/s end to end | to default | replay ratio | precision", rows), {"runs": columns}
+        row = [name, spread(rates[switch]), spread(gain, 2), f"{middle(runs, 'replay_ratio'):.2f}"]
+        rows.append([*row, ", ".join(filter(None, active))])
+    text = table("flags | env steps/s end to end | × | replay ratio | what was active", rows)
+    return text + f"\n\n× is to the default, of `--sdpa` to `{attention}`, within a round.", {"runs": measured}
 
 
-def suite_learn(options: Options, device: torch.device) -> tuple[str, dict]:
+def free_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info()[0] / 2**30
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+    return int(found[1]) / 2**20 if found else math.inf
+
+
+def table_scaling(options: Options, device: torch.device) -> tuple[str, dict]:
+    """What a step costs as work grows, end to end: `dqn_snake.py` with one flag changed, smallest first.
+
+    A size whose memory, judged by the growth so far, would not fit is not started.
+    """
+    sizes = {"--num-envs": [1, 8, 64, 512, 4096, 16384, 65536], "--batch-size": [32, 256, 2048, 16384, 65536]}
+    sizes |= {"--board": ["6x6", "10x10", "16x16", "24x24", "32x32"]}
+    base = f"{QUICK} --learning-starts 1000 --max-seconds {5 if options.fast else 8}"
+    rows, raw = [], []
+    for flag, values in sizes.items():
+        values, peaks = values[:: 3 if options.fast else 1], []
+        for i, value in enumerate(values):
+            work = [math.prod(map(int, str(value).split("x"))) for value in values[: i + 1]]
+            try:
+                if i and peaks[0] + (peaks[-1] - peaks[0]) * work[-1] / work[-2] > 0.8 * free_gib(device):
+                    raise MemoryError
+                runs = in_turn(options, {value: lambda: run(f"{base} {flag} {value}", options)})[value]
+            except MemoryError:
+                rows.append([f"`{flag} {value}`", "too little memory", "", "", "", ""])
+                break
+            peaks.append(max(one["peak_memory_gib"] for one in runs))
+            raw.append({"flag": flag, "value": value, "runs": runs})
+            row = [f"`{flag} {value}`", spread(column(runs, "env_steps_per_second"))]
+            row += [f"{middle(runs, f'{what}_per_second'):,.1f}" for what in ("updates", "samples")]
+            rows.append([*row, f"{middle(runs, 'replay_ratio'):.2f}", f"{peaks[-1]:.2f}"])
+    return table("flag | env steps/s | updates/s | samples/s | replay ratio | peak GiB", rows), {"cells": raw}
+
+
+# ------------------------------------------------------------------------------------------------ Snake: learning
+
+
+def curve(folder: Path) -> list[list[float]]:
+    """[seconds, mean food] of every evaluation of a run of dqn_snake.py, from its TensorBoard files.
+
+    The seconds are those of warm-up and of the loop's phases: evaluations and checkpoints stop the clock.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    num_envs = json.loads((folder / "args.json").read_text())["num_envs"]
+    milliseconds = Counter()  # of a step of all games, by the step at which they were logged
+    for tag in events.Tags()["scalars"]:
+        for point in events.Scalars(tag) if re.fullmatch("perf/.*_ms", tag) else ():
+            milliseconds[point.step] += point.value
+    steps, seconds = [0], [events.Scalars("perf/warmup_s")[0].value]
+    for step, spent in sorted(milliseconds.items()):
+        seconds.append(seconds[-1] + spent / 1000 * (step - steps[-1]) / num_envs)
+        steps.append(step)
+    return [[float(np.interp(point.step, steps, seconds)), point.value] for point in events.Scalars("eval/score_mean")]
+
+
+def table_learn(options: Options, device: torch.device) -> tuple[str, dict]:
     """Mean food over 1,000 greedy games after a wall-clock budget, per seed."""
-    seeds = (1,) if options.fast else (1, 2, 3)
-    settings = [(60, "", seeds), (120, "", seeds), (600, "", seeds)]
-    settings += [(600, extra, seeds[:1]) for extra in ("--batch-size 8192 --bf16", "--network attention")]
+    settings = [(60, "", options.seeds), (120, "", options.seeds), (600, "", options.seeds)]
+    settings += [(600, extra, [1]) for extra in ("--batch-size 8192 --bf16", "--network attention")]
     rows, raw = [], []
     for seconds, extra, seeds in settings[: 1 if options.fast else None]:
         flags = f"--max-seconds {seconds} {extra}".strip()
         runs = [run(f"{flags} --seed {seed}", options) for seed in seeds]
-        raw += runs
+        raw += [one | {"curve": curve(ROOT / "runs" / one["run"])} for one in runs]
         scores = [one["eval_score_mean"] for one in runs]
         best = max(one["eval_score_max"] for one in runs)
         rows.append([f"`{flags}`", " · ".join(f"{score:.1f}" for score in scores), f"{statistics.mean(scores):.1f}",
-                     f"{best:.0f}", spread([one["env_steps_per_second"] for one in runs])])  # fmt: skip
+                     f"{best:.0f}", spread(column(runs, "env_steps_per_second"))])  # fmt: skip
     return table("flags | mean food, seeds 1 · 2 · 3 | mean | best game | env steps/s", rows), {"runs": raw}
 
 
-def sb3(env_id: str, num_envs: int, threads: int, seconds: float) -> None:
-    """Print the env steps per second of Stable-Baselines3's DQN at its defaults; runs in a process of its own."""
-    import gymnasium
-    from stable_baselines3 import DQN
-    from stable_baselines3.common.vec_env import DummyVecEnv
-
-    import envs  # noqa: F401  (registers the games)
-
-    torch.set_num_threads(threads)
-    games = DummyVecEnv([lambda: gymnasium.make(env_id, disable_env_checker=True) for _ in range(num_envs)])
-    model = DQN("MlpPolicy", games, exploration_initial_eps=0.05, exploration_final_eps=0.05, device="cpu", seed=1)
-    start = time.perf_counter()
-    model.learn(10**7, callback=lambda *_: time.perf_counter() - start < seconds)
-    print(json.dumps(model.num_timesteps / (time.perf_counter() - start)))
+def reached(curve: list[list[float]], goal: float) -> float | None:
+    """Seconds at the first evaluation that reached `goal`, None if none did."""
+    return next((seconds for seconds, score in curve if score >= goal), None)
 
 
-def suite_sb3(options: Options, device: torch.device) -> tuple[str, dict]:
-    """`dqn_snake_sb3_compat.py` beside Stable-Baselines3, in turn: same game, network, batch 32, train_freq 4."""
-    cases = [("CartPole-v1", 1), ("CartPole-v1", 8), ("Snake-v0", 1), ("Snake-v0", 8)]
-    rows, raw, seconds = [], {}, 2 if options.fast else 5
+def table_time_to_score(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Seconds of training until an evaluation (100 greedy games, every 2 seconds) reaches a mean score, per seed.
+
+    All learn `Snake-v0`, all are evaluated on the same games, and evaluating stops the clock for all; starting Python
+    does not count. ">" is a run that did not get there in time. SB3's agents: at their defaults; with our view of the
+    board, our gamma and the faster of one and all threads; and its DQN with what else of our recipe it can be told.
+    A DQN explores over a tenth of what it can play in 20 minutes at its defaults, in two minutes with our view, in one
+    with our recipe. The second table is how many times sooner ours is there.
+    """
+    goals, every, all_threads = (5, 10, 20, 30), 2, torch.get_num_threads()
+    bound, budget = (20, 20) if options.fast else (1200, 60)
+    agents = dict(list(AGENTS.items())[1:3]) if options.fast else AGENTS
+    plans = {}
+    for name in agents:
+        candidates = [all_threads] if "defaults" in name else sorted({1, all_threads})
+        rates = {
+            threads: apart(sb3_rate, seconds=5, name=name, device=device.type, threads=threads)["env_steps_per_second"]
+            for threads in candidates
+        }
+        threads = max(rates, key=rates.get)
+        horizon = budget if "recipe" in name else min(bound, 120) if "view" in name else bound
+        plans[name] = {"name": name, "threads": threads, "explored": int(0.1 * horizon * rates[threads])}
+    flags = f"--max-seconds {budget} --eval-every {every} --log-every 1 --eval-episodes 1000 --checkpoint-every 0"
+    curves = {"ours": []} | {name: [] for name in plans}
+    for seed in options.seeds:
+        one = run(f"{flags} --seed {seed}", options)
+        curves["ours"].append(curve(ROOT / "runs" / one["run"]))
+        for name, plan in plans.items():
+            limits = {"seconds": bound, "every": every, "goal": goals[-1], "seed": seed, "device": device.type}
+            curves[name].append(apart(sb3_curve, **plan, **limits))
+    rows, sooner, compared = [], [], {}
+    for name, runs in curves.items():
+        found = [[reached(one, goal) for one in runs] for goal in goals]
+        ends = [runs[i][-1][0] if name == "ours" else bound for i in range(len(runs))]
+        texts = [[f"> {end:,.0f}" if at is None else f"{at:,.1f}" for at, end in zip(ats, ends)] for ats in found]
+        rows.append([name, *map(" · ".join, texts)])
+        if name == "ours":
+            ours = found
+            continue
+        sooner.append([name])
+        for goal, ats, own in zip(goals, found, ours):
+            if None in own:
+                sooner[-1].append("–")
+            else:
+                compared[f"{name}, {goal} food"] = times = [(at or bound) / mine for at, mine in zip(ats, own)]
+                sooner[-1].append(("> " if None in ats else "") + spread(times, 1))
+    header = " | ".join(f"{goal} food" for goal in goals)
+    text = table(f"seconds to | {header}", rows) + "\n\n" + table(f"ours is sooner than | {header}", sooner)
+    text += f"\n\nOurs: `python dqn_snake.py {flags}`. Threads of SB3: "
+    text += ", ".join(f"{plan['threads']} ({name})" for name, plan in plans.items()) + "."
+    return text, {"goals": goals, "bound": bound, "curves": curves, "plans": plans, "ratios": compared}
+
+
+# ------------------------------------------------------------------ dqn_snake_sb3_compat.py beside the original
+
+
+def table_sb3_speed(options: Options, device: torch.device) -> tuple[str, dict]:
+    """`dqn_snake_sb3_compat.py` beside Stable-Baselines3, in turn: same game, network, batch 32, train_freq 4.
+
+    "×" is ours to the faster SB3, within a round.
+    """
+    cases = [("CartPole-v1", 1), ("CartPole-v1", 8), ("Snake-v0", 1), ("Snake-v0", 8)][:: 3 if options.fast else 1]
+    rows, raw, compared, seconds = [], {}, {}, 2 if options.fast else 5
+
+    def ours(more: str, seconds: int) -> dict:
+        flags = f"{QUICK} --env-id {env_id} --num-envs {num_envs} --exploration-initial-eps 0.05"
+        return run(f"{flags} --max-seconds {seconds} {more}".strip(), options, "dqn_snake_sb3_compat.py")
+
+    def theirs(threads: int) -> dict:
+        settings = {"env_id": env_id, "num_envs": num_envs, "threads": threads}
+        return apart(sb3_rate, seconds=seconds, name="SB3's DQN, defaults", device=device.type, **settings)
+
+    calls = {
+        "ours": lambda: ours("", seconds),
+        "ours, `--compile`": lambda: ours("--compile", seconds + 5),  # compiling takes five and is not counted
+        "SB3, 1 thread": lambda: theirs(1),
+        "SB3, all threads": lambda: theirs(torch.get_num_threads()),
+    }
     for env_id, num_envs in cases:
-        flags = f"--env-id {env_id} --num-envs {num_envs} --exploration-initial-eps 0.05 --eval-every 0 "
-        flags += "--eval-episodes 1"
-        rates = {"ours": [], "ours, `--compile`": [], "SB3, 1 thread": [], "SB3, all threads": []}
-        for _ in range(options.repeats + 1):
-            for name, more in (("ours", ""), ("ours, `--compile`", "--compile")):
-                budget = f"--max-seconds {seconds + 5 * bool(more)}"  # compiling takes five and is not counted
-                one = run(f"{flags} {budget} {more}".strip(), options, "dqn_snake_sb3_compat.py")
-                rates[name].append(one["env_steps_per_second"])
-            for name, threads in (("SB3, 1 thread", 1), ("SB3, all threads", torch.get_num_threads())):
-                code = f"import benchmark; benchmark.sb3({env_id!r}, {num_envs}, {threads}, {seconds})"
-                done = subprocess.run(
-                    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-                )
-                rates[name].append(json.loads(done.stdout.splitlines()[-1]))
-        rates = {name: values[1:] for name, values in rates.items()}
-        raw[f"{env_id} x {num_envs}"] = rates
-        ours, compiled, *peers = (statistics.median(values) for values in rates.values())
-        ratios = f"{ours / max(peers):.1f}× | {compiled / max(peers):.1f}×"
-        rows.append([f"{env_id}, {num_envs}", *map(spread, rates.values()), ratios])
-    return table("game, how many | " + " | ".join(rates) + " | to the faster SB3 | with `--compile`", rows), raw
+        measured = in_turn(options, calls)
+        rates = {name: column(runs, "env_steps_per_second") for name, runs in measured.items()}
+        plain, compiled, *peers = rates.values()
+        case, fastest = f"{env_id}, {num_envs}", list(map(max, *peers))
+        both = {f"{case}": ratios(plain, fastest), f"{case}, --compile": ratios(compiled, fastest)}
+        rows.append([case, *map(spread, rates.values()), *(spread(values, 1) for values in both.values())])
+        raw[case] = rates
+        compared |= both
+    text = table("game, how many | " + " | ".join(calls) + " | × | × with `--compile`", rows)
+    return text, {"rates": raw, "ratios": compared}
 
 
 TUNED = dict(  # for CartPole-v1, from rl-baselines3-zoo
@@ -257,37 +736,36 @@ TUNED = dict(  # for CartPole-v1, from rl-baselines3-zoo
 )  # fmt: skip
 
 
-def sb3_learn(seed: int) -> None:
-    """Print seconds and mean return over 100 games of SB3's DQN after 50,000 steps; runs in a process of its own."""
-    from stable_baselines3 import DQN
+def sb3_learn(seed: int) -> list[float]:
+    """Seconds and mean return over 100 games of SB3's DQN after 50,000 steps."""
     from stable_baselines3.common.evaluation import evaluate_policy
 
-    torch.set_num_threads(1)
     start = time.perf_counter()
-    model = DQN("MlpPolicy", "CartPole-v1", device="cpu", seed=seed, **TUNED).learn(50_000)
+    model = sb3_agent("SB3's DQN, defaults", "cpu", 1, "CartPole-v1", seed, **TUNED).learn(50_000)
     seconds = time.perf_counter() - start
-    print(json.dumps([seconds, float(evaluate_policy(model, model.get_env(), 100)[0])]))
+    return [seconds, float(evaluate_policy(model, model.get_env(), 100)[0])]
 
 
-def suite_sb3_learn(options: Options, device: torch.device) -> tuple[str, dict]:
+def table_sb3_learn(options: Options, device: torch.device) -> tuple[str, dict]:
     """CartPole-v1 learned for 50,000 steps by both, with the same tuned hyperparameters: mean return, 500 at most."""
     flags = "--env-id CartPole-v1 --total-timesteps 50000 --eval-every 0 --threads 1 "
     flags += " ".join(f"--{name.replace('_', '-')} {value}" for name, value in TUNED.items())
-    rows, raw, seeds = [], {}, (1,) if options.fast else (1, 2, 3)
-    for name, more in (("ours", ""), ("ours, `--compile`", " --compile"), ("SB3", None)):
-        found = []
-        for seed in seeds:
-            if more is None:
-                command = [sys.executable, "-c", f"import benchmark; benchmark.sb3_learn({seed})"]
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-                found.append(json.loads(done.stdout.splitlines()[-1]))
-            else:
-                one = run(f"{flags} --seed {seed}{more}", options, "dqn_snake_sb3_compat.py")
-                found.append([one["wall_seconds"], one["eval_score_mean"]])
-        seconds, scores = zip(*found)
-        rows.append([name, " · ".join(f"{score:.0f}" for score in scores), spread(list(seconds), 1)])
-        raw[name] = found
-    return table("who | mean return of 100 games, seeds " + " · ".join(map(str, seeds)) + " | seconds", rows), raw
+    rows, raw = [], {"ours": [], "ours, `--compile`": [], "SB3": []}
+    for seed in options.seeds:
+        for name, more in (("ours", ""), ("ours, `--compile`", " --compile")):
+            one = run(f"{flags} --seed {seed}{more}", options, "dqn_snake_sb3_compat.py")
+            raw[name].append([one["wall_seconds"], one["eval_score_mean"]])
+        raw["SB3"].append(apart(sb3_learn, seed=seed))
+    compared, peer = {}, [seconds for seconds, _ in raw["SB3"]]
+    for name, found in raw.items():
+        seconds, scores = map(list, zip(*found))
+        compared[name] = ratios(peer, seconds)
+        scores = " · ".join(f"{score:.0f}" for score in scores)
+        rows.append([name, scores, spread(seconds, 1), spread(compared[name], 1)])
+    del compared["SB3"]
+    seeds = " · ".join(map(str, options.seeds))
+    text = table(f"who | mean return of 100 games, seeds {seeds} | seconds | SB3's seconds to these", rows)
+    return text, {"runs": raw, "ratios": compared}
 
 
 SWEPT = {"fp32": "", "tf32": "--tf32", "bf16": "--bf16", "compile": "--compile"}  # flags by words of its rows' names
@@ -301,7 +779,7 @@ def inactive(words: list[str], one: dict) -> dict[str, str]:
     return {word: f"{word} not active, {ran[word]} instead" for word in words if ran.get(word, word) != word}
 
 
-def suite_sweep(options: Options, device: torch.device) -> tuple[str, dict]:
+def table_sweep(options: Options, device: torch.device) -> tuple[str, dict]:
     """The transformer of `dqn_snake_sb3_compat.py` on 20x20, train_freq 4, by switches and batch: one run a cell."""
     batches, off = (32, 64, 128), {"tf32": "needs CUDA", "efficient": "needs CUDA"}  # off: what cannot work, and why
     if device.type == "cuda":
@@ -386,74 +864,143 @@ def write_env(values: dict[str, str]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-SUITES = {"env": suite_env, "update": suite_update, "switches": suite_switches, "learn": suite_learn, "sb3": suite_sb3}
-SUITES |= {"sb3-learn": suite_sb3_learn, "sweep": suite_sweep}
+TABLES = {name: globals()[f"table_{name.replace('-', '_')}"] for name in SUITES["all"]}
 
 
-def draw() -> None:
-    """benchmarks/snake.png: score over time, and speed over width, from the JSON files and the runs' TensorBoard."""
+# ------------------------------------------------------------------------------------------ pictures, files, gate
+
+
+def raw_file(name: str, device: torch.device) -> Path:
+    return ROOT / "benchmarks" / f"{name}{'' if device.type == 'cpu' else '-' + device.type}.json"
+
+
+def draw(device: torch.device) -> None:
+    """The pictures for which benchmarks/*.json has numbers."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    learn, env = (ROOT / "benchmarks" / f"{name}.json" for name in ("learn", "env"))
-    if learn.exists():
-        longest = max(one["wall_seconds"] for one in json.loads(learn.read_text())["runs"])
-        for one in json.loads(learn.read_text())["runs"]:
-            folder = ROOT / "runs" / one["run"]
-            if one["wall_seconds"] > 0.9 * longest and folder.exists():
-                events = EventAccumulator(str(folder)).Reload()
-                points = events.Scalars("eval/score_mean")
-                color = "#c2410c" if "8192" in one["flags"] else "#6b7280" if "attention" in one["flags"] else "#15803d"
-                left.plot([point.wall_time - events.FirstEventTimestamp() for point in points],
-                          [point.value for point in points], color=color, alpha=0.8)  # fmt: skip
-        left.set(
-            xlabel="seconds", ylabel="food per greedy game", title="learning (red: --batch-size 8192, grey: attention)"
-        )
-    if env.exists():
-        rates = {int(width): rates for width, rates in json.loads(env.read_text()).items() if width.isdecimal()}
-        right.plot(list(rates), [statistics.median(value) for value in rates.values()], "o-", color="#1d4ed8")
-        right.set(xscale="log", yscale="log", xlabel="games at once", ylabel="env steps/s", title="the game alone")
-    for axes in (left, right):
+    def measured(name: str) -> dict:
+        path = raw_file(name, device)
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def picture(name: str, lines: list[tuple[str, list, list]], **settings: str) -> None:
+        """One line per (label, x, y); lines of one label share its color."""
+        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        colors = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(label for label, *_ in lines))}
+        for label, x, y in lines:
+            axes.plot(x, y, ".-", color=colors[label])
+        axes.set(**settings)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(ROOT / "benchmarks" / "snake.png", dpi=110)
+        axes.legend([plt.Line2D([], [], color=color) for color in colors.values()], colors, frameon=False)
+        figure.savefig(raw_file(name, device).with_suffix(".png"), dpi=110)
+        plt.close(figure)
+
+    env, act, lines = measured("env"), measured("act"), []
+    names = {
+        "SnakeBatch": "game alone",
+        "jumanji": "game alone: jumanji (JAX)",
+        "rule book, G": "game alone: in Python",
+    }
+    for name in names if env else ():
+        rates = [statistics.median(values) for values in zip(*env["rates"][name])]
+        lines.append((names[name], env["widths"][: len(rates)], rates))
+    if act:
+        lines.append(("network plays", act["widths"], list(map(statistics.median, zip(*act["rates"].pop("ours"))))))
+        peer = list(map(statistics.median, act["rates"].values()))
+        lines.append(("network plays: Stable-Baselines3", [int(width) for width in act["rates"]], peer))
+    cells = [cell for cell in measured("scaling").get("cells", []) if cell["flag"] == "--num-envs"]
+    rates = [middle(cell["runs"], "env_steps_per_second") for cell in cells]
+    lines += [("network plays and learns", [cell["value"] for cell in cells], rates)] if cells else []
+    if lines:
+        log = {"xscale": "log", "yscale": "log", "xlabel": "games at once", "ylabel": "env steps per second"}
+        picture("throughput", lines, title="Snake: speed by number of games", **log)
+    scores = [(who, *zip(*one)) for who, runs in measured("time-to-score").get("curves", {}).items() for one in runs]
+    longest = [one for one in measured("learn").get("runs", []) if "--max-seconds 600" in one["flags"]]
+    learned = [(one["flags"].split(" --seed")[0], *zip(*one["curve"])) for one in longest]
+    axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
+    if scores:
+        picture("time-to-score", scores, title="Snake: a line for every seed", xscale="log", **axes)
+    if learned:
+        picture("learning", learned, title="Snake: ten minutes of dqn_snake.py, a line for every seed", **axes)
+
+
+def write_section(name: str, device: torch.device, text: str) -> None:
+    """Put `text` between the marks of its table in benchmarks.md."""
+    page, mark = ROOT / "benchmarks.md", f"<!-- {name} {device.type} -->"
+    content = page.read_text()
+    if mark not in content:  # a device's first section stands below the CPU's
+        below = rf"<!-- {name} cpu -->.*?\n<!-- end -->\n"
+        content = re.sub(below, lambda found: f"{found[0]}\n{mark}\n<!-- end -->\n", content, count=1, flags=re.DOTALL)
+    own = re.compile(rf"{mark}.*?(?=\n<!-- end -->)", re.DOTALL)
+    page.write_text(own.sub(lambda _: f"{mark}\n{text}", content))
+
+
+def read_records(path: str, names: list[str], device: torch.device) -> list[dict]:
+    """What --compare compares with; refused where it has no ratio of what is about to be measured."""
+    try:
+        found = json.loads(Path(path).read_text())
+        records = [one for one in (found if isinstance(found, list) else [found]) if one.get("ratios")]
+        if any(one["table"] in names and one["device"] == device.type for one in records):
+            return records
+        reason = f"it has no ratios of {', '.join(names)} on {device.type}"
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        reason = f"not a file of results ({type(error).__name__}: {error})"
+    refuse(f"--compare {path}: {reason}; a file that --json wrote works")
+
+
+def fallen(old: list[dict], new: list[dict]) -> list[str]:
+    """A line for every ratio to a peer that is lower than it was by more than its spread, then or now."""
+    before = {(one["table"], one["device"]): one["ratios"] for one in old}
+    lines = []
+    for record in new:
+        then, now = before.get((record["table"], record["device"]), {}), record.get("ratios", {})
+        for label in (label for label in now if label in then):
+            allowed = max(max(values) - min(values) for values in (then[label], now[label]))
+            line = f"{record['table']}, {label}: {spread(then[label], 2)} -> {spread(now[label], 2)}"
+            if statistics.median(now[label]) < statistics.median(then[label]) - allowed:
+                lines.append(line)
+    return lines
 
 
 def main(options: Options) -> None:
-    cuda = options.device != "cpu" and torch.cuda.is_available()
-    device, page = torch.device("cuda" if cuda else "cpu"), ROOT / "benchmarks.md"
-    (ROOT / "benchmarks").mkdir(exist_ok=True)
-    groups = {"default": ["env", "update", "switches"], "sb3": ["sb3", "sb3-learn", "sweep"], "all": list(SUITES)}
-    names = groups.get(options.suite, [options.suite])
+    if options.repeats is not None and options.repeats < 1:
+        refuse(f"--repeats {options.repeats}: must be at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        refuse("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
+    device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
+    names = SUITES.get(options.suite, [options.suite])
     if options.write_env and "sweep" not in names:
         refuse(f"--write-env: --suite {options.suite} has nothing to write; with sweep, sb3 or all it works")
+    old = read_records(options.compare, names, device) if options.compare else []
+    if options.json and not os.access(Path(options.json).absolute().parent, os.W_OK):
+        refuse(f"--json {options.json}: its folder does not exist or cannot be written; another one works")
     if options.write_env:
         write_env({})  # what cannot be written is refused before anything is measured
+    (ROOT / "benchmarks").mkdir(exist_ok=True)
+    records = []
     for name in names:
         print(f"{name}:", flush=True)
-        text, raw = SUITES[name](options, device)
+        text, raw = TABLES[name](options, device)
         command = f"python benchmark.py --suite {name}" + (" --fast" if options.fast else "")
-        command += f" --repeats {options.repeats}" if options.repeats != Options.repeats else ""
-        section = (
-            f"<!-- {name} {device.type} -->\n{SUITES[name].__doc__}\n\n{text}\n\n`{command}` on {machine(device)}\n"
-        )
-        (ROOT / "benchmarks" / f"{name}.json").write_text(json.dumps(raw | {"command": command, "on": machine(device)}))
-        pattern = re.compile(rf"<!-- {name} {device.type} -->.*?(?=\n<!-- end -->)", re.DOTALL)
-        content = page.read_text()
-        if not pattern.search(content):  # a device's first section stands below the CPU's
-            below = rf"<!-- {name} cpu -->.*?\n<!-- end -->\n"
-            new = f"\n<!-- {name} {device.type} -->\n<!-- end -->\n"
-            content = re.sub(below, lambda found: found[0] + new, content, count=1, flags=re.DOTALL)
-        page.write_text(pattern.sub(lambda _, section=section: section.rstrip(), content))
+        command += f" --repeats {options.repeats}" if options.repeats else ""
+        on = machine(device)
+        records.append({"table": name, "device": device.type, "command": command} | on | raw)
+        raw_file(name, device).write_text(json.dumps(records[-1]))
+        if options.json:
+            Path(options.json).write_text(json.dumps(records))
+        versions = ", ".join(f"{package} {version}" for package, version in on["versions"].items())
+        caption = f"`{command}` on {on['hardware']}; {versions}; {on['date']}, commit {on['commit']}"
+        write_section(name, device, f"{inspect.getdoc(TABLES[name])}\n\n{text}\n\n{caption}")
         print(text)
         if options.write_env and name == "sweep":
             write_env(raw["env"])
-    if {"env", "learn"} & set(names):
-        draw()
+    draw(device)
+    if lower := fallen(old, records):
+        print("lower than before:", *lower, sep="\n  ")
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""The benchmark's sweep and what it writes: marks instead of numbers, .env, and its own part of benchmarks.md."""
+"""The benchmark without measuring: what it makes of numbers, what it writes where, and what it refuses."""
 
 import json
 import os
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import dqn_snake_sb3_compat as script
 from benchmark import Options, main, write_env
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).parent.parent
+ABOUT = {"commit": "abc", "date": "2026-01-01", "hardware": "a GPU", "versions": {"torch": "2"}}
 ENV = {"OPTIMAL_BATCH_SIZE": "8192", "USE_TORCH_COMPILE": "false", "USE_FLASH_ATTENTION": "true", "USE_BF16": "true"}
 
 
@@ -71,7 +73,7 @@ def cross(text: str) -> dict[str, list[str]]:
 
 def test_a_cell_that_is_out_of_memory_is_marked_and_the_others_are_ranked(machine) -> None:
     machine(memory=64)
-    text, raw = benchmark.suite_sweep(Options(), CPU)
+    text, raw = benchmark.table_sweep(Options(), CPU)
     assert cross(text)["fp32"] == ["282.8", "400.0", "OOM"]
     assert [row.split(" | ")[1:3] for row in text.splitlines() if re.match(r"\| \d", row)] == [
         ["fp32 + compile", "64"], ["fp32 + compile", "32"], ["fp32", "64"], ["fp32 + math", "64"],
@@ -89,18 +91,18 @@ def test_a_cell_that_is_out_of_memory_is_marked_and_the_others_are_ranked(machin
 
 def test_a_run_that_was_over_before_its_first_update_has_no_speed(machine) -> None:
     machine(slow=64)
-    assert cross(benchmark.suite_sweep(Options(), CPU)[0])["fp32"] == ["282.8", "400.0", "no update in time"]
+    assert cross(benchmark.table_sweep(Options(), CPU)[0])["fp32"] == ["282.8", "400.0", "no update in time"]
 
 
 def test_where_nothing_fits_the_sweep_says_so(machine) -> None:
     machine(memory=1)
     with pytest.raises(SystemExit, match="nothing that .env can set could be measured"):
-        benchmark.suite_sweep(Options(), CPU)
+        benchmark.table_sweep(Options(), CPU)
 
 
 def test_a_switch_that_is_not_active_is_marked_and_not_tried_again(machine) -> None:
     asked = machine(compiles=False)
-    text, raw = benchmark.suite_sweep(Options(), CPU)
+    text, raw = benchmark.table_sweep(Options(), CPU)
     rows = cross(text)
     assert set(rows["bf16"]) == {"bf16 not active, float32 instead"}
     assert set(rows["fp32 + flash"]) == {"flash not active, math instead"}
@@ -117,7 +119,7 @@ def test_a_switch_that_is_not_active_is_marked_and_not_tried_again(machine) -> N
 def test_every_switch_has_its_row_and_the_winner_is_one_that_env_can_say(machine, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     machine(bf16=True, kernels="flash efficient math", memory=8192)
-    text, raw = benchmark.suite_sweep(Options(), torch.device("cuda"))
+    text, raw = benchmark.table_sweep(Options(), torch.device("cuda"))
     names = "fp32, tf32, bf16, bf16 + flash, bf16 + efficient, bf16 + math, bf16 + compile, bf16 + compile + flash"
     assert list(cross(text))[2:] == names.split(", ")
     assert [cell["batch"] for cell in raw["cells"][:8]] == [2**power for power in range(7, 15)]
@@ -128,8 +130,8 @@ def test_every_switch_has_its_row_and_the_winner_is_one_that_env_can_say(machine
 def test_every_command_of_the_sweep_is_understood(machine, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     asked = machine(bf16=True, kernels="flash efficient math")
-    benchmark.suite_sweep(Options(fast=True), CPU)
-    benchmark.suite_sweep(Options(fast=True), torch.device("cuda"))
+    benchmark.table_sweep(Options(fast=True), CPU)
+    benchmark.table_sweep(Options(fast=True), torch.device("cuda"))
     for flags in asked:
         script.resolve(script.tyro.cli(script.Args, args=flags.split()), CPU)
 
@@ -243,8 +245,8 @@ def test_the_sweep_replaces_its_own_section_and_writes_env(tmp_path, machine, ca
 
 def test_a_device_that_was_never_measured_gets_a_section_below_the_cpu_s(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(benchmark, "machine", lambda device: "a GPU")
-    monkeypatch.setitem(benchmark.SUITES, "sweep", lambda options, device: ("the table", {}))
+    monkeypatch.setattr(benchmark, "machine", lambda device: ABOUT)
+    monkeypatch.setitem(benchmark.TABLES, "sweep", lambda options, device: ("the table", {}))
     before = (tmp_path / "benchmarks.md").read_text()
     main(Options("sweep", "cuda"))
     after = (tmp_path / "benchmarks.md").read_text()
@@ -255,7 +257,240 @@ def test_a_device_that_was_never_measured_gets_a_section_below_the_cpu_s(tmp_pat
 
 def test_suite_sb3_has_the_side_by_side_first_and_the_sweep_last(monkeypatch) -> None:
     ran = []
-    for name in benchmark.SUITES:
-        monkeypatch.setitem(benchmark.SUITES, name, lambda options, device, name=name: (ran.append(name), ("", {}))[1])
+    for name in benchmark.TABLES:
+        monkeypatch.setitem(benchmark.TABLES, name, lambda options, device, name=name: (ran.append(name), ("", {}))[1])
     main(Options("sb3", "cpu"))
-    assert ran == ["sb3", "sb3-learn", "sweep"]
+    assert ran == ["sb3-speed", "sb3-learn", "sweep"]
+
+
+@pytest.fixture
+def measures(monkeypatch):
+    """Lets --suite train find these ratios to a peer."""
+
+    def start(**ratios: list[float]) -> None:
+        monkeypatch.setitem(benchmark.TABLES, "train", lambda options, device: ("the table", {"ratios": ratios}))
+
+    return start
+
+
+@pytest.mark.parametrize("now, code", [([5.0, 6.0, 7.0], None), ([3.9, 4.0, 4.1], None), ([3.4, 3.5, 3.6], 1)])
+def test_compare_fails_where_a_ratio_fell_by_more_than_its_spread(tmp_path, capsys, measures, now, code) -> None:
+    measures(peer=[5.0, 6.0, 7.0], other=[1.0, 1.0, 1.0])
+    main(Options("train", "cpu", json=str(tmp_path / "old.json")))
+    shutil.copy(tmp_path / "benchmarks" / "train.json", tmp_path / "one.json")
+    measures(peer=now, new=[0.1])
+    for old in ("old.json", "one.json"):  # a list of tables, or one of them
+        capsys.readouterr()
+        if code is None:
+            main(Options("train", "cpu", compare=old))
+            assert "lower than before" not in capsys.readouterr().out
+        else:
+            with pytest.raises(SystemExit) as stop:
+                main(Options("train", "cpu", compare=old))
+            assert stop.value.code == code
+            found = capsys.readouterr().out.split("lower than before:")[1]
+            assert found.strip() == "train, peer: 6.00 (5.00–7.00) -> 3.50 (3.40–3.60)"
+
+
+def test_the_spread_that_is_allowed_is_the_larger_of_then_and_now() -> None:
+    def record(*ratios: float) -> list[dict]:
+        return [{"table": "train", "device": "cpu", "ratios": {"peer": list(ratios)}}]
+
+    assert benchmark.fallen(record(6, 6, 6), record(4, 5, 6)) == []
+    assert benchmark.fallen(record(6, 6, 6), record(5.9, 5.9, 5.9))
+    assert benchmark.fallen([record(6, 6, 6)[0] | {"device": "cuda"}], record(1, 1, 1)) == []
+
+
+@pytest.mark.parametrize(
+    "flags, file, named",
+    [
+        (dict(compare="then.json"), None, "--compare then.json: not a file of results (FileNotFoundError"),
+        (dict(compare="then.json"), "{", "--compare then.json: not a file of results (JSONDecodeError"),
+        (dict(compare="then.json"), "[1]", "--compare then.json: not a file of results (AttributeError"),
+        (dict(compare="then.json"), '{"command": "x"}', "--compare then.json: it has no ratios of train on cpu"),
+        (dict(compare="then.json"), '{"table": "env", "device": "cpu", "ratios": {"a": [1]}}', "no ratios of train"),
+        (dict(json="nowhere/file.json"), None, "--json nowhere/file.json: its folder"),
+        (dict(repeats=0), None, "--repeats 0: must be at least 1"),
+        (dict(device="cuda"), None, "--device cuda: "),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_line_before_anything_runs(
+    tmp_path, capsys, monkeypatch, flags, file, named
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(benchmark.TABLES, "train", None)
+    if file:
+        (tmp_path / "then.json").write_text(file)
+    with pytest.raises(SystemExit) as stop:
+        main(Options(**{"suite": "train", "device": "cpu"} | flags))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and named in error
+
+
+def test_json_says_how_and_where_it_was_measured(tmp_path, measures) -> None:
+    measures(peer=[1.0])
+    main(Options("train", "cpu", repeats=3, json=str(tmp_path / "all.json")))
+    single = json.loads((tmp_path / "benchmarks" / "train.json").read_text())
+    assert json.loads((tmp_path / "all.json").read_text()) == [single]
+    assert single["command"] == "python benchmark.py --suite train --repeats 3"
+    assert single["table"] == "train" and single["device"] == "cpu" and single["ratios"] == {"peer": [1.0]}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", single["date"]) and "commit" in single and "cores of" in single["hardware"]
+    assert single["versions"]["torch"] == torch.__version__ and single["versions"]["stable-baselines3"]
+
+
+def test_every_table_has_its_section_and_replaces_nothing_else(tmp_path, monkeypatch) -> None:
+    def sections() -> dict[str, str]:
+        parts = re.split(r"(<!-- [\w-]+ cpu -->|<!-- end -->)", (tmp_path / "benchmarks.md").read_text())
+        return {f"{i} {part}": behind for i, (part, behind) in enumerate(zip(["", *parts[1::2]], parts[::2]))}
+
+    before = sections()
+    monkeypatch.setattr(benchmark, "draw", lambda device: None)
+    for name in benchmark.TABLES:
+        monkeypatch.setitem(benchmark.TABLES, name, lambda options, device: ("the table", {}))
+        main(Options(name, "cpu"))
+        after = sections()
+        changed = [part for part, behind in after.items() if before[part] != behind]
+        assert [part.split(maxsplit=1)[1] for part in changed] == [f"<!-- {name} cpu -->"]
+        assert "the table" in after[changed[0]] and f"--suite {name}`" in after[changed[0]]
+        before = after
+
+
+def test_help_names_every_suite_and_table() -> None:
+    with pytest.raises(SystemExit):
+        benchmark.tyro.cli(Options, args=["--suite", "nonsense"])
+    for name in (*benchmark.SUITES, *benchmark.TABLES):
+        assert benchmark.tyro.cli(Options, args=["--suite", name]).suite == name
+        assert re.search(rf"\b{name}\b", benchmark.__doc__), name
+    assert Options().suite == "snake"
+
+
+def test_medians_have_their_spread_and_the_first_round_does_not_count() -> None:
+    assert benchmark.spread([3.0, 1.0, 2000.0]) == "3 (1–2,000)"
+    assert benchmark.spread([1.25], 1) == "1.2 (1.2–1.2)"
+    assert benchmark.ratios([6.0, 8.0], [2.0, 4.0]) == [3.0, 2.0]
+    order = []
+    calls = {name: lambda name=name: (order.append(name), len(order))[1] for name in "AB"}
+    assert benchmark.in_turn(Options(repeats=2), calls) == {"A": [3, 5], "B": [4, 6]}
+    assert "".join(order) == "ABABAB"
+    assert list(Options(repeats=9).seeds) == [1, 2, 3] and list(Options(fast=True).seeds) == [1]
+
+
+def test_a_score_is_reached_at_the_first_evaluation_that_has_it() -> None:
+    curve = [[0.0, 0.0], [2.0, 4.9], [4.1, 10.2], [6.0, 9.0], [8.2, 11.0]]
+    assert [benchmark.reached(curve, goal) for goal in (5, 10, 11, 12)] == [4.1, 4.1, 8.2, None]
+
+
+def test_time_to_score_gives_bounds_where_a_score_was_not_reached(monkeypatch) -> None:
+    def apart(function, **arguments):
+        if function is benchmark.sb3_rate:
+            return {"env_steps_per_second": 1000.0 * arguments["threads"]}
+        assert function is benchmark.sb3_curve
+        if "PPO" in arguments["name"]:
+            return [[0.0, 0.0], [1199.0, 4.0]]
+        return [[0.0, 0.0], [50.0, 6.0], [100.0 * arguments["seed"], 10.0], [1199.0, 12.0]]
+
+    ours = [[2.0, 5.0], [4.0, 10.0], [10.0, 25.0], [41.0, 29.0]]
+    monkeypatch.setattr(benchmark, "apart", apart)
+    monkeypatch.setattr(benchmark, "run", lambda flags, options: {"run": "none"})
+    monkeypatch.setattr(benchmark, "curve", lambda folder: ours)
+    text, raw = benchmark.table_time_to_score(Options(repeats=2), CPU)
+    rows = {}
+    for line in text.splitlines():
+        if line.startswith("| "):
+            name, *cells = line.strip("| ").split(" | ")
+            rows.setdefault(name, []).append(cells)
+    assert rows["ours"] == [["2.0 · 2.0", "4.0 · 4.0", "10.0 · 10.0", "> 41 · > 41"]]
+    dqn, ppo = rows["SB3's DQN, defaults"], rows["SB3's PPO, our view and gamma"]
+    assert dqn[0] == ["50.0 · 50.0", "100.0 · 200.0", "> 1,200 · > 1,200", "> 1,200 · > 1,200"]
+    assert dqn[1] == ["25.0 (25.0–25.0)", "37.5 (25.0–50.0)", "> 120.0 (120.0–120.0)", "–"]
+    assert ppo[1][0] == "> 600.0 (600.0–600.0)" and ppo[1][3] == "–"
+    assert raw["ratios"]["SB3's DQN, defaults, 10 food"] == [25.0, 50.0]
+    assert raw["plans"]["SB3's DQN, defaults"]["explored"] == 120 * 1000 * torch.get_num_threads()
+    json.dumps(raw)
+
+
+def test_the_clock_of_a_run_stops_while_it_is_evaluated(tmp_path, monkeypatch) -> None:
+    evaluate = benchmark.dqn_snake.evaluate
+    monkeypatch.setattr(benchmark.dqn_snake, "evaluate", lambda *args: (time.sleep(0.3), evaluate(*args))[1])
+    flags = "--device cpu --threads 1 --board 5x5 --num-envs 16 --hidden-size 16 --learning-starts 100 "
+    flags += "--total-timesteps 6000 --log-every 0.3 --eval-every 0.3 --eval-episodes 50 --no-video --run-name short"
+    args = benchmark.tyro.cli(benchmark.dqn_snake.Args, args=flags.split())
+    summary = benchmark.dqn_snake.main(args)
+    found = benchmark.curve(tmp_path / "runs" / "short")
+    seconds, scores = zip(*found)
+    assert list(seconds) == sorted(seconds) and scores[-1] == pytest.approx(summary["eval_score_mean"])
+    assert summary["env_steps"] / summary["env_steps_per_second"] < seconds[-1]  # which has the warm-up too
+    assert len(found) > 2 and seconds[-1] + 0.3 * (len(found) - 1) < summary["wall_seconds"]
+
+
+def test_sb3_sees_and_moves_as_ours_does() -> None:
+    env = benchmark.Turns(benchmark.SnakeEnv())
+    env.reset(seed=1)
+    for action, heading in ((0, 0), (1, 0), (2, 1), (2, 2), (0, 1)):  # left of right is up, ahead, right again ...
+        env.step(action)
+        assert env.unwrapped.heading == heading
+    flat = benchmark.SnakeView(env.observation_space, 0, "cpu")
+    obs = torch.as_tensor(env.unwrapped.codes())[None]
+    _, seen, food = flat.view.spots(obs)
+    features = flat(obs.float())
+    assert features.shape == (1, flat.features_dim) and features[0, seen[0].numel() :].argmax() == food
+    assert torch.equal(features[0, : seen[0].numel()], seen[0].flatten())
+    assert benchmark.SnakeView(env.observation_space, 32, "cpu")(obs.float()).shape == (1, 32)
+
+
+@pytest.mark.parametrize("name", benchmark.AGENTS)
+def test_every_agent_of_sb3_learns_and_is_evaluated(name: str) -> None:
+    found = benchmark.sb3_curve(name, 0.3, 0.1, 30, device="cpu", threads=1, seed=1, explored=100)
+    assert found[0] == [0.0, 0.0] and len(found) > 1
+    assert 0.1 <= found[1][0] < 10 and 0 <= found[1][1] < 30
+
+
+def test_switches_are_flags_that_the_script_knows(monkeypatch) -> None:
+    asked = []
+    result = {name: 1.0 for name in "env_steps_per_second updates_per_second samples_per_second replay_ratio".split()}
+    result |= {"precision": "float32", "sdpa": None, "compiled": True, "cudagraph": False, "peak_memory_gib": 1.0}
+
+    def run(flags: str, options: Options, script: str = "dqn_snake.py") -> dict:
+        asked.append(flags)
+        return result
+
+    monkeypatch.setattr(benchmark, "run", run)
+    monkeypatch.setattr(benchmark, "free_gib", lambda device: 100)
+    for device in (CPU, torch.device("cuda")):
+        text, _ = benchmark.table_switches(Options(repeats=1), device)
+        benchmark.table_scaling(Options(repeats=1), device)
+    assert "| `--compile --max-seconds 60` | 1 (1–1) | 1.00 (1.00–1.00) | 1.00 | float32, compiled |" in text
+    for flags in asked:
+        benchmark.dqn_snake.resolve(benchmark.tyro.cli(benchmark.dqn_snake.Args, args=flags.split()), CPU)
+
+
+def test_what_would_not_fit_is_not_started(monkeypatch) -> None:
+    asked = []
+
+    def run(flags: str, options: Options) -> dict:
+        asked.append(flags)
+        size = int(re.search(r"--(?:num-envs|batch-size|board) (\d+)", flags)[1])
+        keys = "env_steps_per_second updates_per_second samples_per_second replay_ratio".split()
+        return dict.fromkeys(keys, 1.0) | {"peak_memory_gib": 1 + size / 1024}
+
+    monkeypatch.setattr(benchmark, "run", run)
+    monkeypatch.setattr(benchmark, "free_gib", lambda device: 10.0)
+    text, _ = benchmark.table_scaling(Options(repeats=1), CPU)
+    assert "| `--num-envs 16384` | too little memory |" in text and "--num-envs 65536" not in text
+    assert "| `--num-envs 4096` | 1 (1–1) |" in text and not any("--num-envs 16384" in flags for flags in asked)
+
+
+def test_pictures_are_drawn_from_the_files(tmp_path) -> None:
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    benchmark.draw(CPU)
+    assert not list(folder.iterdir())
+    rates = {"SnakeBatch": [[1, 9]], "jumanji": [[2, 3]], "rule book, G": [[1]]}
+    (folder / "env.json").write_text(json.dumps({"widths": [1, 128], "rates": rates}))
+    (folder / "act.json").write_text(json.dumps({"widths": [1, 128], "rates": {"ours": [[1, 9]], "1": [1.0]}}))
+    cells = [{"flag": "--num-envs", "value": 8, "runs": [{"env_steps_per_second": 7.0}]}]
+    (folder / "scaling.json").write_text(json.dumps({"cells": cells}))
+    (folder / "time-to-score.json").write_text(json.dumps({"curves": {"ours": [[[1, 2], [3, 4]]]}}))
+    (folder / "learn.json").write_text(json.dumps({"runs": [{"flags": "--max-seconds 600", "curve": [[1, 2]]}]}))
+    benchmark.draw(CPU)
+    assert {path.name for path in folder.glob("*.png")} == {"throughput.png", "time-to-score.png", "learning.png"}
