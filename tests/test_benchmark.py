@@ -157,6 +157,17 @@ def test_only_memory_is_forgiven_and_no_setting_is_inherited(monkeypatch, code, 
         benchmark.run("--bf16", Options(), "dqn_snake_sb3_compat.py")
 
 
+@pytest.mark.parametrize("stderr, code", [("ModuleNotFoundError: No module named 'jumanji'", 2), ("a bug", None)])
+def test_a_peer_that_is_not_installed_is_named(monkeypatch, capsys, stderr, code) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", stderr))
+    with pytest.raises(SystemExit) as stop:
+        benchmark.apart(benchmark.jumanji_rates, widths=(1,), seconds=1)
+    if code:
+        assert stop.value.code == code and "jumanji is not installed; pip install" in capsys.readouterr().err
+    else:
+        assert stop.value.code == "jumanji_rates failed:\na bug"
+
+
 OLD = """# mine
 export  WANDB_API_KEY = 'a # b'
 
@@ -353,6 +364,14 @@ def test_every_table_has_its_section_and_replaces_nothing_else(tmp_path, monkeyp
         assert [part.split(maxsplit=1)[1] for part in changed] == [f"<!-- {name} cpu -->"]
         assert "the table" in after[changed[0]] and f"--suite {name}`" in after[changed[0]]
         before = after
+
+
+def test_a_table_without_a_section_gets_one_at_the_end(tmp_path) -> None:
+    before = (tmp_path / "benchmarks.md").read_text()
+    for text in ("first", "second"):
+        benchmark.write_section("metta", CPU, text)
+        section = f"\n## metta\n\n<!-- metta cpu -->\n{text}\n<!-- end -->\n"
+        assert (tmp_path / "benchmarks.md").read_text() == before + section
 
 
 def test_help_names_every_suite_and_table() -> None:
