@@ -899,11 +899,7 @@ def draw(device: torch.device) -> None:
         plt.close(figure)
 
     env, act, lines = measured("env"), measured("act"), []
-    names = {
-        "SnakeBatch": "game alone",
-        "jumanji": "game alone: jumanji (JAX)",
-        "rule book, G": "game alone: in Python",
-    }
+    names = {"SnakeBatch": "game alone", "jumanji": "game alone: jumanji", "rule book, G": "game alone: plain Python"}
     for name in names if env else ():
         rates = [statistics.median(values) for values in zip(*env["rates"][name])]
         lines.append((names[name], env["widths"][: len(rates)], rates))
@@ -931,9 +927,10 @@ def write_section(name: str, device: torch.device, text: str) -> None:
     """Put `text` between the marks of its table in benchmarks.md."""
     page, mark = ROOT / "benchmarks.md", f"<!-- {name} {device.type} -->"
     content = page.read_text()
-    if mark not in content:  # a device's first section stands below the CPU's
-        below = rf"<!-- {name} cpu -->.*?\n<!-- end -->\n"
-        content = re.sub(below, lambda found: f"{found[0]}\n{mark}\n<!-- end -->\n", content, count=1, flags=re.DOTALL)
+    if mark not in content:  # a device's first section stands below the CPU's, a new table's at the end
+        below, new = rf"<!-- {name} cpu -->.*?\n<!-- end -->\n", f"\n{mark}\n<!-- end -->\n"
+        content, found = re.subn(below, lambda found: found[0] + new, content, count=1, flags=re.DOTALL)
+        content += "" if found else f"\n## {name}\n{new}"
     own = re.compile(rf"{mark}.*?(?=\n<!-- end -->)", re.DOTALL)
     page.write_text(own.sub(lambda _: f"{mark}\n{text}", content))
 
