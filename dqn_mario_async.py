@@ -62,7 +62,7 @@ class Args:
     run_name: str | None = None
     """folder of this run inside it (None: script, seed and time)"""
     preset: Literal["none", "original"] = "none"
-    """other values for the flags that are None: original learns from 512 x 4, with 4 collectors and 50,000 transitions"""
+    """values for flags that are None: original learns from 4 x 512 at once, with 4 collectors and 50,000 frames"""
 
     # Environment
     env_id: Literal["MarioLike-v0", "SuperMarioBros"] = "MarioLike-v0"
@@ -224,9 +224,7 @@ def resolve(args: Args, device: torch.device) -> Args:
     if args.size < 36:
         refuse(f"--size {args.size}: the convolutions need at least 36 pixels")
     if real and args.envs_per_collector != 1:
-        refuse(
-            f"--envs-per-collector {args.envs_per_collector}: a process holds one emulator; more --num-collectors work"
-        )
+        refuse(f"--envs-per-collector {args.envs_per_collector}: a process holds one emulator; use more collectors")
     if real and args.num_collectors == 0:
         refuse("--num-collectors 0: this process needs its only emulator for evaluations; 1 or more work")
     lanes, rows = max(args.num_collectors, 1) * args.envs_per_collector, args.n_step + args.stack + args.ring_blocks
@@ -240,13 +238,10 @@ def resolve(args: Args, device: torch.device) -> Args:
             refuse(f"--ring-blocks {args.ring_blocks}: {sizes}; fewer blocks or a larger /dev/shm work")
     if args.render and not args.evaluate:
         refuse("--render: shows a trained agent, so it needs --evaluate PATH")
-    try:  # the game says itself what is wrong with its settings; an emulator is freed again
-        make_envs(args, 1)
-    except ValueError as error:
-        flag = next(
-            (name for name in ("rom", "world", "difficulty", "skip", "noop_max", "size") if name in str(error)),
-            "env_id",
-        )
+    try:
+        make_envs(args, 1)  # an emulator is freed at once
+    except ValueError as error:  # which begins with the name of the setting
+        flag = next((name for name in settings_of(args, TRAIN_LEVELS) if str(error).startswith(name)), "env_id")
         refuse(f"--{flag.replace('_', '-')} {getattr(args, flag)}: {error}")
     return args
 
@@ -406,7 +401,11 @@ class Broadcast:
     def __init__(self, weights: torch.Tensor) -> None:
         self.slots, self.updates = shared(torch.float32, 2, len(weights)), shared(torch.int64, 2)
         self.version, self.progress, self.stop = (shared(kind, 1) for kind in (torch.int64, torch.float64, torch.int64))
-        self.lock = make_lock()
+        self.lock, self.learner = make_lock(), os.getpid()
+
+    def over(self) -> bool:
+        """Whether to stop: told to, or the learner is gone."""
+        return bool(self.stop) or self.learner not in (os.getpid(), os.getppid())
 
     def publish(self, weights: torch.Tensor, updates: int) -> None:
         version = self.version.item() + 1
@@ -428,7 +427,7 @@ class Broadcast:
 
 
 class Collector:
-    """Plays the games of collector `number` with its own copy of the weights. `start` counts starts of any collector."""
+    """Plays the games of collector `number` with its own copy of the weights. `start` counts the starts of them all."""
 
     def __init__(self, args: Args, number: int, start: int, ring: Ring, broadcast: Broadcast) -> None:
         self.args, self.ring, self.broadcast = args, ring, broadcast
@@ -465,26 +464,28 @@ class Collector:
         }
         ring.alive.fill_(time.monotonic())
         self.since += 1
-        while not ring.push(block | {"seconds": (now() - played, acted - began, played - acted)}):
+        first, waited = now(), 0.0
+        while not ring.push(block | {"seconds": (waited, acted - began, played - acted)}):
             ring.failed += 1
             if args.on_full == "drop":
                 ring.dropped += 1
                 self.since = 0
                 return
-            if self.broadcast.stop:
+            if self.broadcast.over():
                 return
             time.sleep(0.0002)
             ring.alive.fill_(time.monotonic())
+            waited = now() - first
 
 
 EPISODE = "distance", "flag", "score", "length", "return"
 
 
-def collect(args: Args, number: int, start: int, ring: Ring, broadcast: Broadcast, learner: int) -> None:
-    """What a collector's process runs, until it is told to stop or the learner is gone."""
+def collect(*arguments: Any) -> None:
+    """What a collector's process runs; arguments as `Collector` has them."""
     torch.set_num_threads(1)
-    collector = Collector(args, number, start, ring, broadcast)
-    while not broadcast.stop and os.getppid() == learner:
+    collector = Collector(*arguments)
+    while not collector.broadcast.over():
         collector.step()
 
 
@@ -492,34 +493,44 @@ class Collectors:
     """The processes: started, replaced when they crash or hang, and stopped."""
 
     def __init__(self, args: Args, broadcast: Broadcast, starts: int) -> None:
-        self.args, self.broadcast, self.starts, self.restarts = args, broadcast, starts, 0
+        self.args, self.broadcast, self.starts = args, broadcast, starts
+        self.restarts, self.fruitless, self.next_look = 0, 0, 0.0
         self.rings = [Ring(args) for _ in range(max(args.num_collectors, 1))]
+        self.began = [0] * args.num_collectors  # blocks in the ring when the process started
         self.processes = [self.start(number) for number in range(args.num_collectors)]
 
     def start(self, number: int) -> Any:
         ring = self.rings[number]
         ring.alive.fill_(time.monotonic() + 60)  # loading torch takes a while
         ring.lock = make_lock()  # a crash may have left the other one locked
-        work = self.args, number, self.starts, ring, self.broadcast, os.getpid()
+        self.began[number] = ring.head.item()
+        process = SPAWN.Process(
+            target=collect, args=(self.args, number, self.starts, ring, self.broadcast), daemon=True
+        )
         self.starts += 1
-        process = SPAWN.Process(target=collect, args=work, daemon=True)
-        # One thread each, known before torch loads. Ctrl-C and SIGTERM are for the learner, which tells the others.
+        # One thread each, known before torch loads. Ctrl-C is for the learner alone, which tells the others.
         os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return process
 
     def look_after(self) -> None:
-        """Replace who crashed or hangs. What they had committed stays in their rings."""
-        for number, process in enumerate(self.processes):
-            hangs = self.rings[number].alive.item() < time.monotonic() - self.args.hang_seconds
+        """Once a second: replace who crashed or hangs. What they had committed stays in their rings."""
+        if time.monotonic() < self.next_look:
+            return
+        self.next_look = time.monotonic() + 1
+        for number, (ring, process) in enumerate(zip(self.rings, self.processes)):
+            hangs = ring.alive.item() < time.monotonic() - self.args.hang_seconds
             if hangs or process.exitcode is not None:
                 why = "does nothing" if hangs else f"ended with exit code {process.exitcode}"
-                self.restarts += 1
-                print(f"collector {number} {why} and is replaced (restart {self.restarts})", file=sys.stderr)
+                print(f"collector {number} {why} and is replaced", file=sys.stderr)
                 process.kill()
                 process.join()
+                self.restarts += 1
+                self.fruitless = 0 if ring.head.item() > self.began[number] else self.fruitless + 1
+                if self.fruitless == 3:
+                    refuse(f"--num-collectors {self.args.num_collectors}: three ended before they played, see above")
                 self.processes[number] = self.start(number)
 
     def stop(self) -> None:
@@ -969,9 +980,7 @@ def main(args: Args) -> dict:
     print(f"{folder} on {machine(device)['device']} in {precision}")
     if args.num_collectors > CORES:
         print(f"--num-collectors {args.num_collectors}: there are {CORES} cores, so they and the learner take turns")
-    plays = (
-        f"{args.num_collectors} collectors with {games} games each" if args.num_collectors else f"{games} games in turn"
-    )
+    plays = f"{games} games" + (f" in each of {args.num_collectors} collectors" if args.num_collectors else " in turn")
     every = f"every {samples / args.replay_ratio:g} steps or later (replay ratio {args.replay_ratio:g} or less)"
     print(f"{plays}; {every} an update on {samples} of the last {replay.games * replay.rows:,} frames")
 
@@ -988,28 +997,36 @@ def main(args: Args) -> dict:
         last[what] = elapsed()
         return True
 
-    def count() -> dict[str, int]:
-        """Transitions: produced = stored + dropped + in flight at any moment, since each word is read only once."""
-        heads, tails, drops = (
-            games * sum(getattr(ring, word).item() for ring in fleet.rings) for word in ("head", "tail", "dropped")
-        )
-        dropped = dropped_before + drops
-        produced = first_step + dropped_before + heads + drops
-        return {"produced": produced, "stored": global_step, "dropped": dropped, "in_flight": heads - tails}
+    def collected(seen: Counter) -> dict[str, float]:
+        """What the collectors did. Transitions: produced = stored + dropped + in flight, as each word is read once."""
+        words = "head", "tail", "dropped", "failed"
+        head, tail, drops, failed = (games * sum(getattr(ring, word).item() for ring in fleet.rings) for word in words)
+        return {
+            "produced": first_step + dropped_before + head + drops,
+            "stored": global_step,
+            "dropped": dropped_before + drops,
+            "in_flight": head - tail,
+            "producer_wait_ms_mean": 1000 * seen["wait"] / max(seen["blocks"], 1),
+            "producer_wait_ms_p95": 1000 * float(np.percentile(waits or [0], 95)),  # of the last 100,000 blocks
+            "failed_pushes": failed // games,
+            "ring_fill": seen["fill"] / max(seen["reads"], 1),
+            "weight_age": seen["age"] / max(seen["reads"], 1),
+            "restarts": fleet.restarts,
+        }
 
     def save() -> None:
         if not all(weight.isfinite().all() for weight in weights):
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
         state = {name: part.state_dict() for name, part in stateful.items()} | {"generator": generator.get_state()}
-        counted = count()
-        counters = [global_step, updates, owed, elapsed(), counted["dropped"], fleet.starts]
-        state |= {"script": SCRIPT, "args": vars(args), "counters": counters, "counted": counted}
+        counts = collected(seen_in_all)
+        counters = [global_step, updates, owed, elapsed(), counts["dropped"], fleet.starts]
+        state |= {"script": SCRIPT, "args": vars(args), "counters": counters, "collected": counts}
         save_checkpoint(folder / "checkpoint.pt", state)
 
     def log() -> None:
         seconds = watch.read()
         steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
-        counted, ended, blocks = count(), max(seen["games"], 1), max(seen["blocks"], 1)
+        counts, ended, blocks = collected(seen), max(seen["games"], 1), max(seen["blocks"], 1)
         distance, flags, score, length, returned = (seen[name] / ended for name in EPISODE)
         loss, q, skipped, in_a_row = learned.tolist()
         learned[:3] = 0
@@ -1025,14 +1042,8 @@ def main(args: Args) -> dict:
             "perf/epoch_ms": 1000 * wall * args.sync_every / max(learns, 1),
             "perf/act_ms": 1000 * seen["act"] / blocks,
             "perf/env_ms": 1000 * seen["env"] / blocks,
-            "collect/producer_wait_ms_mean": 1000 * seen["wait"] / blocks,
-            "collect/producer_wait_ms_p95": 1000 * np.percentile(waits or [0], 95),
-            "collect/failed_pushes": sum(ring.failed.item() for ring in fleet.rings),
-            "collect/ring_fill": seen["fill"] / max(seen["reads"], 1),
-            "collect/weight_age": seen["age"] / max(seen["reads"], 1),
-            "collect/restarts": fleet.restarts,
         }
-        scalars |= {f"collect/{name}": value for name, value in counted.items()}
+        scalars |= {f"collect/{name}": value for name, value in counts.items()}
         scalars |= {f"collect/dropped_by_{n}": games * ring.dropped.item() for n, ring in enumerate(fleet.rings)}
         scalars |= {f"perf/{phase}_ms": 1000 * spent * games / max(steps, 1) for phase, spent in seconds.items()}
         if seen["games"]:
@@ -1046,13 +1057,15 @@ def main(args: Args) -> dict:
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
         for tag, value in scalars.items():
             writer.add_scalar(tag, value, global_step)
-        line = "[COLLECT] produced {produced:,}  stored {stored:,}  dropped {dropped:,}  in flight {in_flight:,}"
-        line = f"{line.format(**counted)}  steps/s {steps / wall:,.0f}  wait p95 {1000 * np.percentile(waits or [0], 95):.2f} ms"
-        line += f"  ring {scalars['collect/ring_fill']:.0%}  weights {scalars['collect/weight_age']:.1f} updates old"
+        line = (
+            "[COLLECT] produced {produced:,}  stored {stored:,}  dropped {dropped:,}  in flight {in_flight:,}  steps/s "
+        )
+        line += f"{steps / wall:,.0f}  wait p95 {{producer_wait_ms_p95:.2f}} ms  ring {{ring_fill:.0%}}  "
+        line = (line + "weights {weight_age:.1f} updates old").format(**counts)
         print(f"{line}  games {seen['games']:.0f}  distance {distance:.0f}  flags {flags:.0%}  reward {returned:.2f}")
-        line = f"[TRAIN]   {progress():4.0%}  updates {updates:,}  updates/s {learns / wall:.1f}  ratio"
-        line += f" {scalars['charts/replay_ratio']:.2f}  loss {loss / max(learns, 1):.4f}  q {q / max(learns, 1):.2f}"
-        print(f"{line}  epsilon {scalars['charts/epsilon']:.3f}  greedy flags {scores.get('eval_flags', math.nan):.0%}")
+        line = f"[TRAIN]   {progress():4.0%}  updates {updates:,}  updates/s {learns / wall:.1f}  ratio "
+        line += f"{scalars['charts/replay_ratio']:.2f}  loss {loss / max(learns, 1):.4f}  q {q / max(learns, 1):.2f}  "
+        print(f"{line}epsilon {scalars['charts/epsilon']:.3f}  greedy flags {scores.get('eval_flags', math.nan):.0%}")
         sys.stdout.flush()
         seen_in_all.update(seen)
         seen.clear()
@@ -1153,6 +1166,7 @@ def main(args: Args) -> dict:
                 watch.mark("rollout")
 
             # 2 store
+            fleet.look_after()
             new = store()
             global_step += new
             held += new
@@ -1180,7 +1194,6 @@ def main(args: Args) -> dict:
 
             # 4 log, evaluate, save
             if due("log"):
-                fleet.look_after()
                 log()
                 logged_step, logged_update = global_step, updates
                 watch.mark("log")
@@ -1200,7 +1213,7 @@ def main(args: Args) -> dict:
         global_step += new
     watch.mark("store")
     log()
-    wall_seconds, busy, counted = elapsed(), sum(watch.total.values()) or math.inf, count()
+    wall_seconds, busy = elapsed(), sum(watch.total.values()) or math.inf
     save()
     print()
     if interrupts:
@@ -1208,9 +1221,8 @@ def main(args: Args) -> dict:
     else:
         scores = test(args.eval_episodes)
         if args.env_id == "MarioLike-v0":
-            scores["eval_flags_seen"] = evaluate(q_network, args, args.eval_episodes, device, TRAIN_LEVELS)[
-                "eval_flags"
-            ]
+            seen_levels = evaluate(q_network, args, args.eval_episodes, device, TRAIN_LEVELS)
+            scores["eval_flags_seen"] = seen_levels["eval_flags"]
         print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
         if args.video:
             print(write_gif(q_network, args, device, folder / "videos"))
@@ -1220,7 +1232,7 @@ def main(args: Args) -> dict:
         profiler.export_chrome_trace(str(folder / "profile.json"))
         longest = profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=30)
         (folder / "profile.txt").write_text(longest)
-    steps, learns, blocks = global_step - first_step, updates - first_update, max(seen_in_all["blocks"], 1)
+    steps, learns = global_step - first_step, updates - first_update
     summary = {
         "script": SCRIPT,
         **machine(device),
@@ -1236,14 +1248,8 @@ def main(args: Args) -> dict:
         "replay_ratio": learns * samples / max(steps, 1),
         "rollout_fraction": 1 - watch.total["learn"] / busy,
         "train_fraction": watch.total["learn"] / busy,
-        **counted,
         "experience_rate": steps / busy,
-        "producer_wait_ms_mean": 1000 * seen_in_all["wait"] / blocks,
-        "producer_wait_ms_p95": 1000 * float(np.percentile(waits or [0], 95)),
-        "failed_pushes": sum(ring.failed.item() for ring in fleet.rings),
-        "ring_fill": seen_in_all["fill"] / max(seen_in_all["reads"], 1),
-        "weight_age": seen_in_all["age"] / max(seen_in_all["reads"], 1),
-        "restarts": fleet.restarts,
+        **collected(seen_in_all),
         "replay_kib_per_transition": replay.kib,
         **scores,
     }
