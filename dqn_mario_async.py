@@ -227,10 +227,10 @@ def resolve(args: Args, device: torch.device) -> Args:
         refuse(f"--envs-per-collector {args.envs_per_collector}: a process holds one emulator; use more collectors")
     if real and args.num_collectors == 0:
         refuse("--num-collectors 0: this process needs its only emulator for evaluations; 1 or more work")
-    lanes, rows = max(args.num_collectors, 1) * args.envs_per_collector, args.n_step + args.stack + args.ring_blocks
-    if args.buffer_size < lanes * rows or args.buffer_size < args.learning_starts + lanes * rows:
-        least = lanes * rows + args.learning_starts
-        refuse(f"--buffer-size {args.buffer_size}: at least {least} for --learning-starts and {lanes} games")
+    games = max(args.num_collectors, 1) * args.envs_per_collector
+    least = games * (2 * args.ring_blocks + args.n_step + args.stack)  # what one read can bring, and its surroundings
+    if args.buffer_size < least + args.learning_starts:
+        refuse(f"--buffer-size {args.buffer_size}: at least {least + args.learning_starts} for {games} games")
     if Path("/dev/shm").is_dir() and not args.evaluate:
         needed, room = max(args.num_collectors, 1) * Ring.bytes(args), shutil.disk_usage("/dev/shm").free
         if needed > room:
@@ -243,7 +243,7 @@ def resolve(args: Args, device: torch.device) -> Args:
     except ValueError as error:  # which begins with the name of the setting
         flag = next((name for name in settings_of(args, TRAIN_LEVELS) if str(error).startswith(name)), "env_id")
         refuse(f"--{flag.replace('_', '-')} {getattr(args, flag)}: {error}")
-    return args
+    return replace(args, learning_starts=max(args.learning_starts, games * (args.n_step + 1)))
 
 
 def settings_of(args: Args, levels: tuple[int, int]) -> dict[str, Any]:
@@ -327,6 +327,8 @@ def td_target(
 # ------------------------------------------------------------------------------------- from process to process
 
 GOES_ON, TRUNCATED, TERMINATED = range(3)
+EPISODE = "distance", "flag", "score", "length", "return"
+COUNTS = "produced", "stored", "dropped", "in_flight"
 SPAWN = torch.multiprocessing.get_context("spawn")
 
 
@@ -368,7 +370,13 @@ class Ring:
     def bytes(args: Args) -> int:
         return args.ring_blocks * (args.envs_per_collector * (2 * args.size**2 + 34) + 20)
 
+    def counts(self) -> tuple[int, ...]:
+        """Blocks produced, stored, dropped and in flight. Each word is read once, so that they always add up."""
+        head, tail, dropped = (word.item() for word in (self.head, self.tail, self.dropped))
+        return head + dropped, tail, dropped, head - tail
+
     def push(self, block: dict[str, Any]) -> bool:
+        """Commit a block, unless the ring is full."""
         head = self.head.item()
         with self.lock:
             if head - self.tail.item() == self.blocks:
@@ -478,9 +486,6 @@ class Collector:
             waited = now() - first
 
 
-EPISODE = "distance", "flag", "score", "length", "return"
-
-
 def collect(*arguments: Any) -> None:
     """What a collector's process runs; arguments as `Collector` has them."""
     torch.set_num_threads(1)
@@ -493,7 +498,7 @@ class Collectors:
     """The processes: started, replaced when they crash or hang, and stopped."""
 
     def __init__(self, args: Args, broadcast: Broadcast, starts: int) -> None:
-        self.args, self.broadcast, self.starts = args, broadcast, starts
+        self.args, self.broadcast, self.starts = args, broadcast, starts + (args.num_collectors == 0)
         self.restarts, self.fruitless, self.next_look = 0, 0, 0.0
         self.rings = [Ring(args) for _ in range(max(args.num_collectors, 1))]
         self.began = [0] * args.num_collectors  # blocks in the ring when the process started
@@ -967,7 +972,9 @@ def main(args: Args) -> dict:
         except (KeyError, RuntimeError, ValueError):
             flags = "--channels, --hidden-size, --dueling, --actions, --stack, --size and --checkpoint-replay"
             refuse(f"--resume {args.resume}: {flags} must be as they were")
-        optimizer.param_groups[0].update(lr=learning_rate, capturable=graphs)  # loading put in the other run's
+        optimizer.param_groups[0].update(
+            lr=learning_rate, capturable=graphs, weight_decay=args.weight_decay
+        )  # loading put in the other run's
         generator.set_state(saved["generator"])
         global_step, updates, owed, seconds_before, dropped_before, starts = saved["counters"]
         if not args.checkpoint_replay:
@@ -997,18 +1004,19 @@ def main(args: Args) -> dict:
         last[what] = elapsed()
         return True
 
-    def collected(seen: Counter) -> dict[str, float]:
-        """What the collectors did. Transitions: produced = stored + dropped + in flight, as each word is read once."""
-        words = "head", "tail", "dropped", "failed"
-        head, tail, drops, failed = (games * sum(getattr(ring, word).item() for ring in fleet.rings) for word in words)
+    def collected(seen: Counter) -> dict[str, Any]:
+        """What the collectors did, in transitions: produced = stored + dropped + in flight, at any moment."""
+        by_collector = games * np.array([ring.counts() for ring in fleet.rings])
+        produced, _, dropped, in_flight = by_collector.sum(0).tolist()
         return {
-            "produced": first_step + dropped_before + head + drops,
+            "produced": first_step + dropped_before + produced,
             "stored": global_step,
-            "dropped": dropped_before + drops,
-            "in_flight": head - tail,
+            "dropped": dropped_before + dropped,
+            "in_flight": in_flight,
+            "by_collector": by_collector.tolist(),
             "producer_wait_ms_mean": 1000 * seen["wait"] / max(seen["blocks"], 1),
             "producer_wait_ms_p95": 1000 * float(np.percentile(waits or [0], 95)),  # of the last 100,000 blocks
-            "failed_pushes": failed // games,
+            "failed_pushes": sum(ring.failed.item() for ring in fleet.rings),
             "ring_fill": seen["fill"] / max(seen["reads"], 1),
             "weight_age": seen["age"] / max(seen["reads"], 1),
             "restarts": fleet.restarts,
@@ -1025,7 +1033,7 @@ def main(args: Args) -> dict:
 
     def log() -> None:
         seconds = watch.read()
-        steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
+        steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values()) or math.inf
         counts, ended, blocks = collected(seen), max(seen["games"], 1), max(seen["blocks"], 1)
         distance, flags, score, length, returned = (seen[name] / ended for name in EPISODE)
         loss, q, skipped, in_a_row = learned.tolist()
@@ -1043,8 +1051,9 @@ def main(args: Args) -> dict:
             "perf/act_ms": 1000 * seen["act"] / blocks,
             "perf/env_ms": 1000 * seen["env"] / blocks,
         }
+        for n, numbers in enumerate(counts.pop("by_collector")):
+            counts |= {f"{name}_{n}": number for name, number in zip(COUNTS, numbers)}
         scalars |= {f"collect/{name}": value for name, value in counts.items()}
-        scalars |= {f"collect/dropped_by_{n}": games * ring.dropped.item() for n, ring in enumerate(fleet.rings)}
         scalars |= {f"perf/{phase}_ms": 1000 * spent * games / max(steps, 1) for phase, spent in seconds.items()}
         if seen["games"]:
             scalars |= {"charts/score": score, "charts/episodic_length": length, "charts/episodic_return": returned}
@@ -1057,11 +1066,9 @@ def main(args: Args) -> dict:
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
         for tag, value in scalars.items():
             writer.add_scalar(tag, value, global_step)
-        line = (
-            "[COLLECT] produced {produced:,}  stored {stored:,}  dropped {dropped:,}  in flight {in_flight:,}  steps/s "
-        )
-        line += f"{steps / wall:,.0f}  wait p95 {{producer_wait_ms_p95:.2f}} ms  ring {{ring_fill:.0%}}  "
-        line = (line + "weights {weight_age:.1f} updates old").format(**counts)
+        line = "[COLLECT] " + "  ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in COUNTS)
+        line += f"  steps/s {steps / wall:,.0f}  wait p95 {counts['producer_wait_ms_p95']:.2f} ms  "
+        line += f"ring {counts['ring_fill']:.0%}  weights {counts['weight_age']:.1f} updates old"
         print(f"{line}  games {seen['games']:.0f}  distance {distance:.0f}  flags {flags:.0%}  reward {returned:.2f}")
         line = f"[TRAIN]   {progress():4.0%}  updates {updates:,}  updates/s {learns / wall:.1f}  ratio "
         line += f"{scalars['charts/replay_ratio']:.2f}  loss {loss / max(learns, 1):.4f}  q {q / max(learns, 1):.2f}  "
@@ -1150,7 +1157,7 @@ def main(args: Args) -> dict:
     broadcast = Broadcast(flat())
     broadcast.publish(flat(), updates)
     fleet = Collectors(args, broadcast, starts)
-    in_turn = None if args.num_collectors else Collector(args, 0, fleet.starts, fleet.rings[0], broadcast)
+    in_turn = None if args.num_collectors else Collector(args, 0, starts, fleet.rings[0], broadcast)
     held = int(replay.written.sum())
     try:
         while fleet.processes and not all(ring.head for ring in fleet.rings) and not interrupts:
@@ -1161,6 +1168,7 @@ def main(args: Args) -> dict:
         watch.mark()
         while progress() < 1 and not interrupts:
             # 1 act and step: the collectors do it meanwhile; without any, it is done here
+            broadcast.progress.fill_(progress())
             if in_turn and owed < samples:
                 in_turn.step()
                 watch.mark("rollout")
@@ -1176,7 +1184,6 @@ def main(args: Args) -> dict:
 
             # 3 learn
             if owed >= samples:
-                broadcast.progress.fill_(progress())
                 beta.fill_(args.beta + (1 - args.beta) * min(progress(), 1))
                 if args.anneal_lr:
                     learning_rate.fill_(args.learning_rate * 0.1 ** min(progress(), 1))

@@ -118,20 +118,21 @@ def test_a_block_is_invisible_until_its_index_moves() -> None:
 
 
 def push_many(args: Args, ring: Ring, count: int) -> None:
-    fields = [field.numpy() for field in ring.fields.values()]
+    """`Ring.push` with values that cost nothing to make."""
+    frame, since, length = (ring.fields[name].numpy() for name in ("frame", "since", "length"))
     head, tail = ring.head.numpy(), ring.tail.numpy()
-    for value in range(count):  # `Ring.push` with values that cost nothing to make
+    for value in range(count):
         while value - tail[0] == ring.blocks:
             time.sleep(0)
-        for field in fields:
-            field[value % ring.blocks] = value % 251
+        frame[value % ring.blocks] = value % 251
+        length[value % ring.blocks] = since[value % ring.blocks] = value
         head[0] = value + 1
 
 
-@pytest.mark.parametrize("push", ["whole blocks", "raw"])
-def test_two_processes_and_very_many_slots(push: str) -> None:
+@pytest.mark.parametrize("push, count", [("whole blocks", 20_000), ("raw", 1_000_000)])
+def test_two_processes_and_very_many_slots(push: str, count: int) -> None:
     """No block torn, lost or seen twice, while both sides run freely."""
-    args, count = args_of(ring_blocks=8, envs_per_collector=1), 20_000 if push == "whole blocks" else 300_000
+    args = args_of(ring_blocks=64, envs_per_collector=1, buffer_size=10_000)
     ring = Ring(args)
     process = SPAWN.Process(target=push_all if push == "whole blocks" else push_many, args=(args, ring, count))
     process.start()
@@ -142,11 +143,8 @@ def test_two_processes_and_very_many_slots(push: str) -> None:
             assert process.is_alive() or ring.head.item() > expected
             continue
         numbers = torch.arange(expected, expected + len(block["since"]))
-        if push == "raw":
-            numbers %= 251
-        assert torch.equal(block["since"], numbers)
-        assert torch.equal(block["frame"].flatten(1).long(), (numbers % 251)[:, None].expand(-1, args.size**2))
-        assert torch.equal(block["length"].flatten(), numbers)
+        assert torch.equal(block["since"], numbers) and torch.equal(block["length"].flatten(), numbers)
+        assert (block["frame"].flatten(1) == (numbers % 251)[:, None]).all()
         expected += len(numbers)
         ring.release(len(numbers))
     process.join(10)
@@ -166,10 +164,10 @@ def publish_many(broadcast: Broadcast, count: int) -> None:
 
 
 def test_weights_are_never_torn() -> None:
-    broadcast = Broadcast(torch.zeros(300_000))
+    broadcast = Broadcast(torch.zeros(30_000))
     process = SPAWN.Process(target=publish_many, args=(broadcast, 3000))
     process.start()
-    got, seen = torch.zeros(300_000), set()
+    got, seen = torch.zeros(30_000), set()
     while process.is_alive():
         version, updates = broadcast.fetch(got)
         assert version == updates and got[0] == updates and (got == got[0]).all()
@@ -192,7 +190,7 @@ def test_another_processor_gets_a_lock(monkeypatch) -> None:
 def history_of(args: Args, steps: int, seed: int, gaps: bool = False) -> list[dict]:
     """Blocks of made-up games with both ends; with gaps, some blocks never arrived."""
     rng, games = np.random.default_rng(seed), args.envs_per_collector
-    length, since, history, skip = np.zeros(games, int), 0, [], 0
+    length, since, history = np.zeros(games, int), 0, []
     for _ in range(steps):
         length += 1
         end = rng.choice([0, 1, 2], p=[0.85, 0.07, 0.08], size=games)
@@ -338,11 +336,9 @@ def test_importance_weights_and_priorities() -> None:
     priorities = torch.tensor([1.0, 2.0, 5.0])
     replay.priority[:3] = priorities
     *_, weight, slot = replay.sample(64, generator, torch.tensor(0.7))
-    probability = (priorities / priorities.sum())[slot].double().numpy()
+    probability = (priorities / priorities.sum()).double().numpy()
     expected = (3 * probability) ** -0.7
-    np.testing.assert_allclose(
-        weight, expected / (3 * (priorities / priorities.sum()).numpy().min()) ** -0.7, rtol=1e-5
-    )
+    np.testing.assert_allclose(weight, (expected / expected.max())[slot], rtol=1e-5)
     replay.judge(torch.tensor([0, 2]), torch.tensor([-3.0, math.nan]))
     assert replay.priority[0].item() == pytest.approx(3.001**0.6) and replay.priority[1] == 2
     assert replay.priority[2].item() == pytest.approx(0.001**0.6)
@@ -424,16 +420,14 @@ def test_accumulated_gradients_are_those_of_one_large_batch(run, monkeypatch) ->
 def test_counters_are_exact_when_the_ring_is_full(tmp_path, on_full: str, monkeypatch) -> None:
     """A learner that dawdles, at every checkpoint and at the end."""
     saved, save, store = [], script.save_checkpoint, Replay.store
-    monkeypatch.setattr(
-        script, "save_checkpoint", lambda path, state: saved.append(state["collected"]) or save(path, state)
-    )
+    monkeypatch.setattr(script, "save_checkpoint", lambda *a: saved.append(a[1]["collected"]) or save(*a))
     monkeypatch.setattr(Replay, "store", lambda self, *a: time.sleep(0.05) or store(self, *a))
-    flags = dict(num_collectors=2, on_full=on_full, ring_blocks=4, checkpoint_every=0.1, total_timesteps=3000)
+    flags = dict(num_collectors=2, on_full=on_full, ring_blocks=4, checkpoint_every=0.1, total_timesteps=1200)
     before = shm()
     summary = main(Args(**QUICK | flags | {"run_dir": str(tmp_path), "run_name": "run"}))
     assert len(saved) > 3 and all(add_up(counts) for counts in saved) and add_up(summary)
     assert any(counts["in_flight"] for counts in saved) and summary["in_flight"] == 0
-    assert summary["stored"] == summary["env_steps"] >= 3000
+    assert summary["stored"] == summary["env_steps"] >= 1200
     assert (summary["dropped"] > 0) == (on_full == "drop") and summary["failed_pushes"] > 0
     assert (summary["producer_wait_ms_p95"] > 1) == (on_full == "wait")
     assert shm() == before and not SPAWN.active_children()
@@ -731,7 +725,7 @@ def test_summary_and_tensorboard(run) -> None:
     expected += "charts/samples_per_second charts/replay_ratio charts/distance charts/flags losses/td_loss "
     expected += "losses/q_values eval/score_mean perf/act_ms perf/env_ms perf/store_ms perf/learn_ms perf/log_ms "
     expected += "perf/rollout_fraction perf/warmup_s perf/epoch_ms collect/produced collect/stored collect/dropped "
-    expected += "collect/dropped_by_0 collect/producer_wait_ms_p95 collect/weight_age collect/ring_fill"
+    expected += "collect/dropped_0 collect/producer_wait_ms_p95 collect/weight_age collect/ring_fill"
     read = scalars(folder)
     assert set(expected.split()) <= set(read)
     assert all(np.isfinite(values).all() for values in read.values())
