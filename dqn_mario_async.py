@@ -266,9 +266,10 @@ def make_envs(
 
 
 class QNetwork(nn.Module):
-    """Values of the actions (B, actions), fp32, from frames (B, stack, size, size) uint8 (Mnih et al. 2015).
+    """Values of the actions (B, actions), fp32, from frames (B, stack, size, size) uint8: `judge(see(obs))`.
 
-    LayerNorm and not BatchNorm: the statistics of a BatchNorm would never reach target network and collectors.
+    Convolutions as in Mnih et al. 2015. `see` has no parameters, so online and target network share what it makes of
+    the next observations. LayerNorm, not BatchNorm, whose statistics would reach neither target network nor collectors.
     """
 
     def __init__(self, args: Args, device: torch.device) -> None:
@@ -287,13 +288,19 @@ class QNetwork(nn.Module):
         self.dueling = args.dueling
         self.to(memory_format=torch.channels_last)  # gradients in half the time on a CPU
 
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        x = obs.to(torch.float32, memory_format=torch.channels_last) / 255
+    @staticmethod
+    def see(obs: torch.Tensor) -> torch.Tensor:
+        return obs.to(torch.float32, memory_format=torch.channels_last).div_(255)
+
+    def judge(self, x: torch.Tensor) -> torch.Tensor:
         x = F.relu_(self.conv3(F.relu_(self.conv2(F.relu_(self.conv1(x))))))
         q = self.head(F.relu_(self.norm(self.hidden(x.flatten(1))))).float()
         if self.dueling:  # advantages, then the value
             q = q[:, -1:] + q[:, :-1] - q[:, :-1].mean(1, keepdim=True)
         return q
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.judge(self.see(obs))
 
 
 # ------------------------------------------------------------------------------------------------ the algorithm
@@ -1042,7 +1049,7 @@ def main(args: Args) -> dict:
             "charts/SPS": steps / wall,
             "charts/updates_per_second": learns / wall,
             "charts/samples_per_second": learns * samples / wall,
-            "charts/replay_ratio": learns * samples / max(steps, 1),
+            "charts/replay_ratio": learns * samples / (steps or math.inf),
             "charts/epsilon": float(epsilon_at(progress(), args.start_e, args.end_e, args.exploration_fraction)),
             "losses/learning_rate": learning_rate.item(),
             "losses/skipped_updates": skipped,
@@ -1054,7 +1061,7 @@ def main(args: Args) -> dict:
         for n, numbers in enumerate(counts.pop("by_collector")):
             counts |= {f"{name}_{n}": number for name, number in zip(COUNTS, numbers)}
         scalars |= {f"collect/{name}": value for name, value in counts.items()}
-        scalars |= {f"perf/{phase}_ms": 1000 * spent * games / max(steps, 1) for phase, spent in seconds.items()}
+        scalars |= {f"perf/{phase}_ms": 1000 * spent * games / (steps or math.inf) for phase, spent in seconds.items()}
         if seen["games"]:
             scalars |= {"charts/score": score, "charts/episodic_length": length, "charts/episodic_return": returned}
             scalars |= {"charts/distance": distance, "charts/flags": flags}
@@ -1093,10 +1100,10 @@ def main(args: Args) -> dict:
 
     def loss_of(obs, action, reward, discount, next_obs, importance) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
+            next_seen = q_network.see(next_obs)
             with autocast():
-                next_q_target = target_network(next_obs)
-            with autocast():
-                next_q_online = q_network(next_obs) if args.double else next_q_target
+                next_q_target = target_network.judge(next_seen)
+                next_q_online = q_network.judge(next_seen) if args.double else next_q_target
             target = td_target(reward, discount, next_q_target, next_q_online)
         with autocast():
             q = q_network(obs)

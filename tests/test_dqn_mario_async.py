@@ -28,7 +28,7 @@ QUICK = dict(
     learning_starts=200, total_timesteps=1200, buffer_size=3000, ring_blocks=16, replay_ratio=1.0, eval_episodes=3,
     eval_every=0, log_every=0.2, video=False, threads=1,
 )  # fmt: skip
-SMALL = "--device cpu --size 48 --channels 4 --hidden-size 16 --batch-size 8 --buffer-size 5000 --learning-starts 200 "
+SMALL = "--device cpu --size 48 --channels 4 --hidden-size 16 --batch-size 8 --buffer-size 5000 --learning-starts 200 --ring-blocks 32 "
 SMALL += "--envs-per-collector 6 --eval-every 0 --log-every 0.3 --eval-episodes 3 --no-video --threads 1"
 
 
@@ -129,7 +129,10 @@ def push_many(args: Args, ring: Ring, count: int) -> None:
         head[0] = value + 1
 
 
-@pytest.mark.parametrize("push, count", [("whole blocks", 20_000), ("raw", 1_000_000)])
+MILLIONS = pytest.param("raw", 3_000_000, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("push, count", [("whole blocks", 10_000), ("raw", 100_000), MILLIONS])
 def test_two_processes_and_very_many_slots(push: str, count: int) -> None:
     """No block torn, lost or seen twice, while both sides run freely."""
     args = args_of(ring_blocks=64, envs_per_collector=1, buffer_size=10_000)
