@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -259,7 +260,7 @@ def make_envs(
 ) -> MarioBatch:
     """`num_envs` games, each with its own stream of random numbers. One that ends starts anew within the same step."""
     batch = SuperMarioBrosBatch if args.env_id == "SuperMarioBros" else MarioBatch
-    return batch(num_envs, seed, first_lane, **settings_of(args, levels))
+    return batch(num_envs, seed=seed, first_lane=first_lane, **settings_of(args, levels))
 
 
 # ----------------------------------------------------------------------------------------------------- network
@@ -522,6 +523,7 @@ class Collectors:
         self.starts += 1
         # One thread each, known before torch loads. Ctrl-C is for the learner alone, which tells the others.
         os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        resource_tracker.ensure_running()  # starting it unblocks signals
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

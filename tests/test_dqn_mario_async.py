@@ -28,8 +28,9 @@ QUICK = dict(
     learning_starts=200, total_timesteps=1200, buffer_size=3000, ring_blocks=16, replay_ratio=1.0, eval_episodes=3,
     eval_every=0, log_every=0.2, video=False, threads=1,
 )  # fmt: skip
-SMALL = "--device cpu --size 48 --channels 4 --hidden-size 16 --batch-size 8 --buffer-size 5000 --learning-starts 200 --ring-blocks 32 "
-SMALL += "--envs-per-collector 6 --eval-every 0 --log-every 0.3 --eval-episodes 3 --no-video --threads 1"
+SMALL = "--device cpu --size 48 --channels 4 --hidden-size 16 --batch-size 8 --buffer-size 5000 --ring-blocks 32 "
+SMALL += "--learning-starts 200 --envs-per-collector 6 --eval-every 0 --log-every 0.3 --eval-episodes 3 --threads 1 "
+SMALL += "--no-video"
 
 
 def shm() -> set[str]:
