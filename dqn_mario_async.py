@@ -287,11 +287,12 @@ class QNetwork(nn.Module):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
         self.dueling = args.dueling
-        self.to(memory_format=torch.channels_last)  # gradients in half the time on a CPU
 
     @staticmethod
     def see(obs: torch.Tensor) -> torch.Tensor:
-        return obs.to(torch.float32, memory_format=torch.channels_last).div_(255)
+        # Channels last makes gradients faster (10 ms, not 15, for 32 on one core), and forward passes alone slower.
+        layout = torch.channels_last if torch.is_grad_enabled() else torch.contiguous_format
+        return obs.to(torch.float32, memory_format=layout).div_(255)
 
     def judge(self, x: torch.Tensor) -> torch.Tensor:
         x = F.relu_(self.conv3(F.relu_(self.conv2(F.relu_(self.conv1(x))))))
@@ -455,6 +456,7 @@ class Collector:
         self.end_e, self.rng = end_epsilons(args, number), np.random.default_rng((args.seed, start))
         self.since = 0
 
+    @torch.no_grad()
     def step(self) -> None:
         """One action in every game, and the block that tells of it."""
         args, ring, now = self.args, self.ring, time.perf_counter
@@ -549,8 +551,9 @@ class Collectors:
 
     def stop(self) -> None:
         self.broadcast.stop.fill_(1)
+        deadline = time.monotonic() + 2
         for process in self.processes:
-            process.join(2)
+            process.join(max(deadline - time.monotonic(), 0))
             process.kill()
             process.join()
 
