@@ -179,13 +179,12 @@ def test_weights_are_never_torn() -> None:
     assert max(seen) == 2999 and len(seen) > 20
 
 
-def test_another_processor_gets_a_lock(monkeypatch) -> None:
+def test_another_processor_gets_locks_and_says_so(run, monkeypatch, capsys) -> None:
     assert not hasattr(script.make_lock(), "acquire")
-    monkeypatch.setattr(script.platform, "machine", lambda: "aarch64")
-    args = args_of(ring_blocks=4)
-    ring = Ring(args)
-    assert hasattr(ring.lock, "acquire")
-    assert ring.push(block_of(args, 0)) and ring.read()["since"].tolist() == [0]
+    monkeypatch.setattr(script, "ORDERED", False)
+    assert hasattr(Ring(args_of()).lock, "acquire")
+    summary, _ = run(num_collectors=1)
+    assert add_up(summary) and "guarded by locks" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ the replay
@@ -655,6 +654,15 @@ def test_presets_fill_what_was_not_said() -> None:
     ours = resolve(Args(device="cpu"), CPU)
     assert ours.accumulate == 1 and 32 <= ours.batch_size <= 128 and ours.max_seconds == 900
     assert ours.num_collectors + ours.threads <= max(script.CORES, 2)
+
+
+def test_each_game_is_told_its_own_settings() -> None:
+    flags = dict(actions=5, stack=3, size=60, skip=6, noop_max=7, difficulty=2, rom="my.nes", world=3, stage=4)
+    ours = script.settings_of(Args(**flags), (5, 6))
+    real = script.settings_of(Args(**flags, env_id="SuperMarioBros"), (5, 6))
+    common = {name: flags[name] for name in "actions stack size skip noop_max".split()}
+    assert ours == common | {"difficulty": 2, "levels": (5, 6)}
+    assert real == common | {"rom": "my.nes", "world": 3, "stage": 4}
 
 
 def test_the_target_network_copies_or_follows(run) -> None:
