@@ -988,11 +988,13 @@ def main(args: Args) -> dict:
             for name, part in stateful.items():
                 part.load_state_dict(saved[name])
         except (KeyError, RuntimeError, ValueError):
-            flags = "--channels, --hidden-size, --dueling, --actions, --stack, --size and --checkpoint-replay"
+            flags = (
+                "--channels, --hidden-size, --dueling, --actions, --stack, --size and --checkpoint-replay (then also "
+            )
+            flags += "--buffer-size, --num-collectors and --envs-per-collector)"
             refuse(f"--resume {args.resume}: {flags} must be as they were")
-        optimizer.param_groups[0].update(
-            lr=learning_rate, capturable=graphs, weight_decay=args.weight_decay
-        )  # loading put in the other run's
+        options = {"lr": learning_rate, "capturable": graphs, "weight_decay": args.weight_decay}
+        optimizer.param_groups[0].update(options)  # loading put in the other run's
         generator.set_state(saved["generator"])
         global_step, updates, owed, seconds_before, dropped_before, starts = saved["counters"]
         if not args.checkpoint_replay:
