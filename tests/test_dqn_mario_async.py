@@ -529,12 +529,12 @@ def test_no_orphans_and_no_shared_memory_left(tmp_path, number: int) -> None:
 
 def test_resuming_goes_on_counting(run, capsys) -> None:
     first, folder = run(num_collectors=1)
-    summary, _ = run(num_collectors=1, resume="latest", total_timesteps=2400)
+    total = first["env_steps"] + 600
+    summary, _ = run(num_collectors=1, resume="latest", total_timesteps=total)
     assert "the replay starts empty" in capsys.readouterr().out
-    assert add_up(summary) and summary["env_steps"] >= 2400
-    saved = checkpoint(folder)
-    assert saved["counters"][1] > 0 and saved["counters"][5] == 2  # collectors started: other games than the first
-    assert summary["produced"] >= first["produced"] + 1200
+    assert add_up(summary) and summary["produced"] >= summary["env_steps"] >= total
+    assert sum(stored for _, stored, _, _ in summary["by_collector"]) == summary["env_steps"] - first["env_steps"]
+    assert checkpoint(folder)["counters"][5] == 2  # collectors started: other games than the first
 
 
 def test_resuming_with_the_replay(run, capsys) -> None:
