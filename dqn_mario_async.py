@@ -1000,6 +1000,7 @@ def main(args: Args) -> dict:
         generator.set_state(saved["generator"])
         global_step, updates, owed, seconds_before, dropped_before, starts = saved["counters"]
         if not args.checkpoint_replay:
+            owed = 0.0  # nothing to pay it from
             print("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
     first_step, first_update = logged_step, logged_update = global_step, updates
     scores, waits, seen, seen_in_all = {}, deque(maxlen=100_000), Counter(), Counter()

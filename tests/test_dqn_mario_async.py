@@ -529,7 +529,9 @@ def test_no_orphans_and_no_shared_memory_left(tmp_path, number: int) -> None:
 
 def test_resuming_goes_on_counting(run, capsys) -> None:
     first, folder = run(num_collectors=1)
-    total = first["env_steps"] + 600
+    saved, total = checkpoint(folder), first["env_steps"] + 600
+    saved["counters"][2] = 1000.0  # a learner that had fallen behind must not learn from an empty replay
+    torch.save(saved, folder / "checkpoint.pt")
     summary, _ = run(num_collectors=1, resume="latest", total_timesteps=total)
     assert "the replay starts empty" in capsys.readouterr().out
     assert add_up(summary) and summary["produced"] >= summary["env_steps"] >= total
