@@ -527,12 +527,13 @@ def test_no_orphans_and_no_shared_memory_left(tmp_path, number: int) -> None:
 # ------------------------------------------------------------------------------------------------ resuming
 
 
-def test_resuming_goes_on_counting(run, capsys) -> None:
-    first, folder = run(num_collectors=1)
+@pytest.mark.parametrize("num_collectors", [0, 1])
+def test_resuming_goes_on_counting(run, capsys, num_collectors) -> None:
+    first, folder = run(num_collectors=num_collectors)
     saved, total = checkpoint(folder), first["env_steps"] + 600
     saved["counters"][2] = 1000.0  # a learner that had fallen behind must not learn from an empty replay
     torch.save(saved, folder / "checkpoint.pt")
-    summary, _ = run(num_collectors=1, resume="latest", total_timesteps=total)
+    summary, _ = run(num_collectors=num_collectors, resume="latest", total_timesteps=total)
     assert "the replay starts empty" in capsys.readouterr().out
     assert add_up(summary) and summary["produced"] >= summary["env_steps"] >= total
     assert sum(stored for _, stored, _, _ in summary["by_collector"]) == summary["env_steps"] - first["env_steps"]
