@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -553,10 +553,10 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     return torch.float32
 
 
-def compiled(function: Callable, mode: str, *example: torch.Tensor) -> Callable:
+def compiled(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
     """`function` compiled, or as it is where that fails: compilation is lazy, so only running it here shows."""
     try:
-        fast = torch.compile(function, mode=mode)
+        fast = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
         fast(*example)
         return fast
     except Exception as error:

@@ -316,16 +316,12 @@ def pick_sdpa(wanted: str, dtype: torch.dtype, device: torch.device, dropout: fl
         return [backend]
 
 
-def flat(module: nn.Module) -> nn.Parameter:
-    """One vector that all weights of `module` become views of, gradients too: to clip and to step costs one call each.
-
-    Element by element that is what SB3 computes, in the same order (48 us an update, its six tensors 113).
-    """
+def flat(module: nn.Module) -> torch.Tensor:
+    """One vector that all weights of `module` become views of: to clip, to step and to copy costs one call each."""
     parts, sizes = list(module.parameters()), [weight.numel() for weight in module.parameters()]
-    whole = nn.Parameter(nn.utils.parameters_to_vector(parts).detach())
-    whole.grad = torch.zeros_like(whole)
-    for weight, value, grad in zip(parts, whole.data.split(sizes), whole.grad.split(sizes)):
-        weight.data, weight.grad = value.view_as(weight), grad.view_as(weight)
+    whole = nn.utils.parameters_to_vector(parts).detach()
+    for weight, value in zip(parts, whole.split(sizes)):
+        weight.data = value.view_as(weight)
     return whole
 
 
@@ -376,6 +372,23 @@ def td_target(reward: torch.Tensor, discount: torch.Tensor, next_q_target: torch
     return reward + discount * next_q_target.max(1).values
 
 
+def adam(
+    weights: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: torch.Tensor,
+    learning_rate: torch.Tensor, finite: torch.Tensor,
+) -> None:  # fmt: skip
+    """One step of Adam (Kingma & Ba 2015) on vectors, in place, and none at all unless `finite`.
+
+    `step` and `learning_rate` are (1,) and float64: every number is to the bit what torch.optim.Adam makes of SB3's.
+    (torch.compile loses what is written into a float64 tensor of shape ().)
+    """
+    step.add_(finite)
+    mean, square = torch.lerp(exp_avg, grad, 0.1), (exp_avg_sq * 0.999).addcmul_(grad, grad, value=1 - 0.999)
+    size, root = (learning_rate / (1 - 0.9**step)).float(), (1 - 0.999**step).sqrt().float()
+    moved = weights - mean * size / (square.sqrt() / root + 1e-8)
+    for old, new in ((weights, moved), (exp_avg, mean), (exp_avg_sq, square)):
+        old.copy_(torch.where(finite, new, old))
+
+
 class Replay:
     """The last `buffer_size` transitions, as many of every game: obs, next_obs, action, reward and discount.
 
@@ -414,7 +427,9 @@ class Replay:
     def draw(self, index: torch.Tensor) -> None:
         """Numbers of transitions into `index`, with NumPy's draws in SB3's order."""
         rows = np.random.randint(0, self.held, size=len(index))
-        index.copy_(torch.from_numpy(rows * self.num_envs + np.random.randint(0, self.num_envs, size=len(index))))
+        rows *= self.num_envs
+        rows += np.random.randint(0, self.num_envs, size=len(index))
+        index.copy_(torch.from_numpy(rows))
 
     def gather(self, index: torch.Tensor) -> list[torch.Tensor]:
         return [ring.index_select(0, index) for ring in self.flat]
@@ -557,7 +572,12 @@ def read_sb3(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def write_sb3(
-    path: str, args: Args, env: gym.Env, networks: dict[str, QNetwork], optimizer: dict, counters: dict
+    path: str,
+    args: Args,
+    env: gym.Env,
+    networks: dict[str, QNetwork],
+    optimizer: dict[str, torch.Tensor],
+    counters: dict,
 ) -> None:
     """A zip that `stable_baselines3.DQN.load` understands. SB3 is named in it, not imported here."""
 
@@ -580,18 +600,16 @@ def write_sb3(
     if args.lr_schedule == "cosine":
         data["learning_rate"] = pickled(Cosine(args.learning_rate, args.learning_rate_end))
     policy = {f"{name}.{key}": value.cpu() for name, net in networks.items() for key, value in net.state_dict().items()}
-    weights, moments = list(networks["q_net"].parameters()), optimizer["state"].get(0, {})
-    sizes = [weight.numel() for weight in weights]
-    parts = {name: moments[name].cpu().split(sizes) for name in ("exp_avg", "exp_avg_sq") if moments}
+    weights, step = list(networks["q_net"].parameters()), optimizer["step"].cpu().float()
+    parts = {name: optimizer[name].cpu().split([w.numel() for w in weights]) for name in ("exp_avg", "exp_avg_sq")}
     state = {
-        number: {"step": moments["step"].cpu()} | {name: part[number].view_as(weight) for name, part in parts.items()}
-        for number, weight in enumerate(weights if moments else [])
+        number: {"step": step} | {name: part[number].view_as(weight) for name, part in parts.items()}
+        for number, weight in enumerate(weights if step else [])
     }
-    group = optimizer["param_groups"][0]
-    group |= {"lr": float(group["lr"]), "fused": None, "capturable": False, "params": list(range(len(weights)))}
+    group = torch.optim.Adam(weights, args.learning_rate).state_dict()["param_groups"]
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("data", json.dumps(data, indent=4))
-        for name, part in (("policy", policy), ("policy.optimizer", {"state": state, "param_groups": [group]})):
+        for name, part in (("policy", policy), ("policy.optimizer", {"state": state, "param_groups": group})):
             file = io.BytesIO()
             torch.save(part, file)
             archive.writestr(f"{name}.pth", file.getvalue())
@@ -643,10 +661,10 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     return torch.float32
 
 
-def compiled(function: Callable, mode: str, *example: torch.Tensor) -> Callable:
+def compiled(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
     """`function` compiled, or as it is where that fails: compilation is lazy, so only running it here shows."""
     try:
-        fast = torch.compile(function, mode=mode)
+        fast = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
         fast(*example)
         return fast
     except Exception as error:
@@ -776,15 +794,15 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     # --- what a run is made of ------------------------------------------------------------------------------------
     target_network = QNetwork(args, envs[0], sdpa).to(device).requires_grad_(False).eval()
     target_network.load_state_dict(q_network.state_dict())
-    weights, target_weights = flat(q_network), flat(target_network)
+    parts, weights, target_weights = list(q_network.parameters()), flat(q_network), flat(target_network)
     actor = copy.deepcopy(q_network).requires_grad_(False).eval()  # acts without dropout, with the weights that learn
     for mirror, weight in zip(actor.parameters(), q_network.parameters()):
         mirror.data = weight.data
-    cuda = device.type == "cuda"
-    graphs = args.cudagraph and cuda
-    learning_rate = torch.tensor(args.learning_rate, dtype=None if cuda else torch.float64, device=device)
-    optimizer = torch.optim.Adam([weights], lr=learning_rate, fused=cuda, capturable=graphs)  # on a CPU as SB3 has it
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    graphs = args.cudagraph and device.type == "cuda"
+    exp_avg, exp_avg_sq = torch.zeros_like(weights), torch.zeros_like(weights)
+    adam_step = torch.zeros(1, dtype=torch.float64, device=device)
+    learning_rate = torch.full_like(adam_step, args.learning_rate)
+    loss_scale = torch.tensor(2.0**16 if dtype == torch.float16 else 1.0, device=device)
     cosine = Cosine(args.learning_rate, args.learning_rate_end)
     replay = Replay(args, envs[0].observation_space, device)
     index = torch.zeros(args.batch_size, dtype=torch.int64, device=device)  # what the next update learns from
@@ -828,13 +846,15 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
 
     # --- a new run, or the rest of one ----------------------------------------------------------------------------
     networks = {"q_net": q_network, "q_net_target": target_network}
-    stateful = networks | {"optimizer": optimizer, "scaler": scaler}
-    stateful |= {"replay": replay} if args.checkpoint_replay else {}
+    stateful = networks | ({"replay": replay} if args.checkpoint_replay else {})
+    optimizer = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": adam_step, "loss_scale": loss_scale}
     global_step, updates, calls, episodes, epsilon, seconds_before, earlier = 0, 0, 0, 0, 0.0, 0.0, 0
     if args.resume:
         try:
             for name, part in stateful.items():
                 part.load_state_dict(saved[name])
+            for name, tensor in optimizer.items():
+                tensor.copy_(saved["optimizer"][name])
         except (KeyError, RuntimeError, ValueError):
             refuse(f"--resume {args.resume}: --env-id, --board, --policy and --checkpoint-replay must be as they were")
         if not args.checkpoint_replay:
@@ -848,9 +868,8 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
                 network.load_state_dict({key: saved["policy"][f"{name}.{key}"] for key in network.state_dict()})
             moments = saved["policy.optimizer"]["state"]
             for name in ("exp_avg", "exp_avg_sq") if moments else ():
-                moment = torch.cat([moments[number][name].flatten() for number in sorted(moments)])
-                optimizer.state[weights][name] = moment.to(device).view_as(weights)
-                optimizer.state[weights]["step"] = moments[0]["step"].to(device)
+                optimizer[name].copy_(torch.cat([moments[number][name].flatten() for number in sorted(moments)]))
+                adam_step.copy_(moments[0]["step"])
         except (KeyError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1].strip()
             refuse(
@@ -862,8 +881,6 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         print(
             f"{args.import_sb3}: goes on after {global_step:,} steps and {updates:,} updates; the replay starts empty"
         )
-    if args.resume or args.import_sb3:  # loading put in the other run's
-        optimizer.param_groups[0].update(lr=learning_rate, fused=cuda, capturable=graphs)
     first_step, first_update = logged_step, logged_update = global_step, updates
     scores, precision = {}, str(dtype).removeprefix("torch.")
     writer = SummaryWriter(folder, purge_step=global_step)
@@ -887,7 +904,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     def save() -> None:
         if not weights.isfinite().all():
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        state = {name: part.state_dict() for name, part in stateful.items()}
+        state = {name: part.state_dict() for name, part in stateful.items()} | {"optimizer": optimizer}
         state |= {"script": SCRIPT, "args": vars(args), "games": save_games(envs, obs, returns, lengths)}
         state |= {"counters": [global_step, updates, calls, episodes, epsilon, elapsed(), earlier]}
         save_checkpoint(folder / "checkpoint.pt", state)
@@ -944,6 +961,15 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         with autocast():
             return actor(obs).argmax(1)
 
+    def greedy(obs: np.ndarray) -> np.ndarray:
+        if not small:
+            return policy(torch.from_numpy(obs).to(device)).cpu().numpy()
+        x = np.asarray(obs.reshape(len(obs), -1), np.float32)
+        x = x / np.float32(q_network.scale) if q_network.scale != 1 else x
+        for weight, bias in small[:-1]:
+            x = np.maximum(x @ weight + bias, 0)
+        return (x @ small[-1][0] + small[-1][1]).argmax(1)
+
     def loss_of(obs, next_obs, action, reward, discount) -> torch.Tensor:
         with torch.no_grad():
             with autocast():
@@ -959,7 +985,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         if global_step < args.learning_starts or (not args.per_env_epsilon and np.random.rand() < epsilon):
             action[:] = [actions.sample() for _ in envs]
         else:
-            action[:] = policy_step(torch.from_numpy(obs).to(device)).cpu().numpy()
+            action[:] = greedy(obs)
             if args.per_env_epsilon:
                 explores = np.random.rand(args.num_envs) < epsilon
                 action[explores] = [actions.sample() for _ in range(explores.sum())]
@@ -981,34 +1007,43 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         watch.mark("store")
 
     def update() -> None:
-        loss = loss_step(*replay.gather(index))
-        weights.grad.zero_()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = weights.grad.norm()
-        weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp_(max=1))
-        finite = norm.isfinite()
-        if cuda:
-            optimizer.found_inf = 1 - finite.float()  # at 1, fused Adam leaves weights and moments as they are
-            scaler.step(optimizer)
-            scaler.update()
-        elif finite:
-            optimizer.step()
-        loss_sum.add_(loss.detach().nan_to_num(0, 0, 0))
-        if cuda or not finite or streak:  # on a CPU it is free to look: an update gained 60 us
+        loss = loss_of(*replay.gather(index))
+        grads = torch.autograd.grad(loss * loss_scale, parts)
+        with torch.no_grad():
+            grad = torch.cat([grad.flatten() for grad in grads]) / loss_scale
+            norm = grad.norm()
+            finite = norm.isfinite()
+            grad *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+            adam(weights, grad, exp_avg, exp_avg_sq, adam_step, learning_rate, finite)
+            if dtype == torch.float16:  # doubles in 2,000 updates, halves when a gradient was too large for it
+                loss_scale.mul_(torch.where(finite, 2 ** (1 / 2000), 0.5))
+            loss_sum.add_(loss.nan_to_num(0, 0, 0))
             skipped.add_(~finite)
             streak.copy_(torch.where(finite & (streak < 10), 0, streak + 1))  # from ten on it only grows
 
-    # --- switches: they wrap `policy`, `loss_of` and `update` -----------------------------------------------------
-    policy_step, loss_step = policy, loss_of
+    # --- switches: they wrap `policy` and `update` ----------------------------------------------------------------
+    eager, small = update, []
+    if device.type == "cpu" and dtype == torch.float32 and args.policy == "MlpPolicy":
+        # NumPy on the same weights, since calling PyTorch costs more than these matmuls: 8 us an action, not 31.
+        small = [(layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in actor.q_net[::2]]
     if args.compile:
-        policy_step = compiled(policy, args.compile_mode, torch.from_numpy(obs).to(device))
-        loss_step = compiled(loss_of, args.compile_mode, *replay.gather(index))
+        torch._dynamo.reset()  # of a run before this one in the same process
+        torch._dynamo.config.trace_autograd_ops = True  # one graph from the replay to the new weights
+        policy = policy if small else compiled(policy, args.compile_mode, torch.from_numpy(obs).to(device))
+        state = weights, target_weights, *optimizer.values(), learned
+        before = [tensor.clone() for tensor in state]
+        # The C++ wrapper gains 30 us an update, and 30 more that nobody looks whether anything but values has changed.
+        options = {"cpp_wrapper": device.type == "cpu", "guard_filter_fn": lambda guards: [False] * len(guards)}
+        with torch.random.fork_rng():
+            update = compiled(update, args.compile_mode, **options)
+        for tensor, value in zip(state, before):  # that was a trial
+            tensor.copy_(value)
+    is_compiled = update is not eager
     if graphs:
         update = Graphed(update, torch.Generator(device), watch)
     elif args.cudagraph:
         print("--cudagraph: needs CUDA; the loop runs without graphs")
-    active = {"compile": loss_step is not loss_of, "bf16": dtype == torch.bfloat16, "batch_size": args.batch_size}
+    active = {"compile": is_compiled, "bf16": dtype == torch.bfloat16, "batch_size": args.batch_size}
     active["flash_attention"] = sdpa[0].name.lower() if sdpa else "no attention"
     print(report(args, sources or {}, active))
     if args.wandb:
@@ -1027,7 +1062,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             global_step += args.num_envs
             calls += 1
             if calls % target_every == 0:  # one call at a time: no threshold is jumped over
-                target_weights.data.lerp_(weights.data, args.tau)
+                target_weights.lerp_(weights, args.tau)
             epsilon = epsilon_at(progress(), args.exploration_initial_eps, args.exploration_final_eps,
                                  args.exploration_fraction)  # fmt: skip
         watch.mark("rollout")
@@ -1067,7 +1102,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     if args.export_sb3:
         state = {"num_timesteps": global_step, "_n_updates": updates, "_n_calls": calls, "_episode_num": episodes}
         state |= {"exploration_rate": epsilon, "_current_progress_remaining": 1 - min(progress(), 1)}
-        write_sb3(args.export_sb3, args, envs[0], networks, optimizer.state_dict(), state)
+        write_sb3(args.export_sb3, args, envs[0], networks, optimizer, state)
         print(f"{args.export_sb3}: stable_baselines3.DQN.load reads it")
     if interrupts:
         print(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
@@ -1087,7 +1122,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         "script": SCRIPT,
         **machine(device),
         "precision": precision,
-        "compiled": loss_step is not loss_of,
+        "compiled": is_compiled,
         "cudagraph": graphs,
         "sdpa": sdpa[0].name.lower() if sdpa else None,
         "env_steps": global_step,

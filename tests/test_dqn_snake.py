@@ -433,7 +433,7 @@ def test_compiled_learns_what_eager_learns(run) -> None:
 
 
 def test_a_failing_compiler_means_eager_and_one_line(run, monkeypatch, capsys) -> None:
-    def lazy(function, mode):
+    def lazy(function, options):
         def fail(*_):
             raise RuntimeError("no compiler here\nand a long story")
 
