@@ -103,9 +103,9 @@ class Args:
     anneal_lr: bool = True
     """let the step size fall to nothing over the run, as half a cosine"""
     batch_size: int | None = None
-    """agent decisions of a rollout, all agents together (None: by preset)"""
+    """agent decisions of a rollout, all agents together (None: by preset; one segment of every agent)"""
     minibatch_size: int | None = None
-    """agent decisions of an update (None: by preset)"""
+    """agent decisions of an update (None: by preset; an eighth of a rollout)"""
     grad_accumulation: int = 1
     """parts of a minibatch that go through the network one after another; the gradient is that of all"""
     bptt_horizon: int | None = None
@@ -187,8 +187,8 @@ DEMO = dict(env_id="MettaNavigation-v0", vec_env="subproc", learning_rate=3e-4, 
 DEMO |= dict(clip_coef=0.1, vf_clip_coef=0.1, ent_coef=0.01, vf_coef=0.44)
 PRESETS = {  # of flags that are None
     "default": {
-        "cpu": dict(num_envs=256, batch_size=49_152, minibatch_size=6_144),
-        "cuda": dict(num_envs=4096, batch_size=786_432, minibatch_size=98_304),
+        "cpu": dict(num_envs=256),
+        "cuda": dict(num_envs=4096),
         "both": dict(env_id="MettaArena-v0", vec_env="device", num_workers=CORES, async_factor=2, bptt_horizon=32,
                      learning_rate=1e-3, gamma=0.99, gae_lambda=0.95, clip_coef=0.2, vf_clip_coef=0.2, ent_coef=0.01,
                      vf_coef=0.5),
@@ -205,8 +205,6 @@ def resolve(args: Args, device: torch.device) -> Args:
     defaults = PRESETS[args.preset]["both"] | PRESETS[args.preset].get(device.type, {}) | {"threads": min(CORES, 8)}
     if args.env_id == "mettagrid":
         defaults["vec_env"] = "subproc"
-        if args.preset == "default":
-            defaults |= dict(num_envs=192, batch_size=49_152, minibatch_size=6_144)
     if args.total_timesteps is None:
         defaults["max_seconds"] = 600.0
     args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
@@ -244,22 +242,25 @@ def resolve(args: Args, device: torch.device) -> Args:
     return args
 
 
-def refuse_sizes(args: Args, num_agents: int, max_steps: int) -> None:
-    """What only the games themselves can say: whether rollouts divide into segments, and those into minibatches."""
+def with_sizes(args: Args, num_agents: int, max_steps: int) -> Args:
+    """`args` with batch sizes, for which the games have to be known. Sizes that do not divide are refused."""
     segment = num_agents * args.bptt_horizon
-    if args.batch_size % segment:
-        refuse(f"--batch-size {args.batch_size}: must be a multiple of agents x --bptt-horizon, {num_agents} x "
-               f"{args.bptt_horizon}; {nearest(args.batch_size, segment)} works")  # fmt: skip
-    if args.batch_size // num_agents * args.action_repeat > max_steps:
+    batch_size = args.batch_size or segment
+    if batch_size % segment:
+        product = f"agents x --bptt-horizon, {num_agents} x {args.bptt_horizon}"
+        refuse(f"--batch-size {batch_size}: must be a multiple of {product}; {nearest(batch_size, segment)} works")
+    if batch_size // num_agents * args.action_repeat > max_steps:
         most = max_steps // args.action_repeat // args.bptt_horizon * segment
-        refuse(f"--batch-size {args.batch_size}: a rollout would be longer than an episode; at most {most} works")
-    part = args.bptt_horizon * args.grad_accumulation
-    if args.minibatch_size % part or args.batch_size % args.minibatch_size:
-        segments = args.batch_size // args.bptt_horizon
-        sizes = [part * n for n in range(1, segments + 1) if segments % (args.grad_accumulation * n) == 0]
-        works = min(sizes, key=lambda size: abs(size - args.minibatch_size), default="another --grad-accumulation")
-        message = f"must divide --batch-size {args.batch_size} into whole segments of {args.bptt_horizon}"
-        refuse(f"--minibatch-size {args.minibatch_size}: {message}, {args.grad_accumulation} a part; {works} works")
+        refuse(f"--batch-size {batch_size}: a rollout would be longer than an episode; at most {most} works")
+    segments, parts = batch_size // args.bptt_horizon, args.grad_accumulation
+    sizes = [n * args.bptt_horizon for n in range(parts, segments + 1, parts) if segments % n == 0]
+    closest = min(sizes, key=lambda size: abs(size - (args.minibatch_size or batch_size // 8)), default=None)
+    minibatch_size = args.minibatch_size or closest
+    if minibatch_size not in sizes:
+        works = f"{closest} works" if closest else "another --grad-accumulation or --batch-size might"
+        need = f"must divide --batch-size {batch_size} and hold {parts} or a multiple of it segments of "
+        refuse(f"--minibatch-size {minibatch_size}: {need}{args.bptt_horizon}; {works}")
+    return replace(args, batch_size=batch_size, minibatch_size=minibatch_size)
 
 
 def nearest(number: int, unit: int) -> int:
@@ -368,11 +369,11 @@ class Workers:
 
     PATIENCE = 10.0  # seconds
 
-    def __init__(self, args: Args, like: Games, seed: int, device: torch.device) -> None:
+    def __init__(self, args: Args, example: Games, seed: int, device: torch.device) -> None:
         self.groups, self.device, workers = args.async_factor, device, args.num_workers
         games = args.num_envs // (workers * self.groups)
-        agents = len(like.obs)  # `like` holds as many games
-        shape = self.groups, workers, agents
+        agents, *tokens = example.obs.shape  # of one game
+        shape = self.groups, workers, games * agents
 
         def shared(dtype: torch.dtype, *more: int) -> torch.Tensor:
             tensor = torch.zeros(*shape, *more, dtype=dtype).share_memory_()
@@ -380,7 +381,6 @@ class Workers:
                 torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
             return tensor
 
-        tokens = like.obs.shape[1:]
         obs, final_obs = shared(torch.uint8, *tokens), shared(torch.uint8, *tokens)
         self.results = obs, shared(torch.float32), shared(torch.bool), shared(torch.bool), final_obs
         self.action, self.finished = shared(torch.int64), torch.zeros(self.groups, workers, 4).share_memory_()
@@ -451,22 +451,12 @@ def work(args: Args, num_games: int, seeds: list[int], pipe: Any, shared: list[t
             pipe.send(group)
 
 
-def make_envs(args: Args, device: torch.device) -> tuple[Games, Games | Workers]:
-    """A description of the games (itself games, of which it may hold few), and the games that are played.
-
-    Every rank of a torchrun plays games of its own.
-    """
+def make_envs(args: Args, device: torch.device, example: Games) -> Games | Workers:
+    """`num_envs` games as the flags want them; every rank of a torchrun plays games of its own."""
     seed = args.seed + 1_000_003 * RANK
-    if args.vec_env == "device":
-        games = Games(args, args.num_envs, device, seed)
-        return games, games
-    cpu = torch.device("cpu")
-    if args.num_workers == 0:
-        games = Games(args, args.num_envs, cpu, seed)
-        return games, games
-    like = Games(args, args.num_envs // (args.num_workers * args.async_factor), cpu, seed)
-    refuse_sizes(args, len(like.obs) * args.num_workers * args.async_factor, like.max_steps)
-    return like, Workers(args, like, seed, device)
+    if args.vec_env == "subproc" and args.num_workers:
+        return Workers(args, example, seed, device)
+    return Games(args, args.num_envs, device if args.vec_env == "device" else torch.device("cpu"), seed)
 
 
 # ---------------------------------------------------------------------------------------------------- networks
@@ -480,7 +470,7 @@ class Tokens(nn.Module):
     the last one takes tokens of no place (254). Empty ones (255) weigh nothing.
     """
 
-    KINDS = {"type", "orientation", "last_action", "last_argument", "tag", "vibe", "agent:group"}
+    KINDS = {"type", "orientation", "last_action", "tag", "vibe"}
 
     def __init__(self, features: dict[int, str], window: tuple[int, int], device: torch.device) -> None:
         super().__init__()
@@ -1006,18 +996,18 @@ def main(args: Args) -> dict:
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
     sdpa = pick_sdpa(args.sdpa, dtype, device) if args.network == "token-attention" else None
+    example = Games(args, 1, torch.device("cpu"), EVAL_SEED)
+    agent = Agent(args, example, sdpa, device)
     if args.evaluate:
-        games = Games(args, 1, torch.device("cpu"), EVAL_SEED)
-        return show(Agent(args, games, sdpa, device), args, device)
+        return show(agent, args, device)
+    args = with_sizes(args, len(example.obs) * args.num_envs, example.max_steps)
     if RANKS > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     # --- what a run is made of ------------------------------------------------------------------------------------
-    games, envs = make_envs(args, device)
+    envs = make_envs(args, device, example)
     obs = envs.obs.to(device, copy=True)  # what each lane acts on next
     lanes, group_size = len(obs), len(obs) // envs.groups
-    refuse_sizes(args, lanes, games.max_steps)
-    agent = Agent(args, games, sdpa, device)
     weights = list(agent.parameters())
     graphs = args.cudagraph and device.type == "cuda" and args.vec_env == "device" and RANKS == 1
     learning_rate = torch.tensor(args.learning_rate, device=device)
@@ -1071,14 +1061,14 @@ def main(args: Args) -> dict:
     # --- a new run, or the rest of one ----------------------------------------------------------------------------
     stateful = {"agent": agent, "optimizer": optimizer, "scaler": scaler}
     carried = {"obs": obs, "state": state, "begins": begins}  # from one rollout to the next
-    whole = args.env_id != "mettagrid" and envs is games  # can the games themselves be saved
+    whole = args.env_id != "mettagrid" and isinstance(envs, Games)  # can the games themselves be saved
     global_step, updates, seconds_before = 0, 0, 0.0
     if args.resume:
         try:
             for name, part in stateful.items():
                 part.load_state_dict(saved[name])
             if whole and lead:
-                games.games.load_state_dict(saved["games"])
+                envs.games.load_state_dict(saved["games"])
                 for name, tensor in carried.items():
                     tensor.copy_(saved[name])
         except (KeyError, RuntimeError, ValueError):
@@ -1097,7 +1087,7 @@ def main(args: Args) -> dict:
         writer = SummaryWriter(folder, purge_step=global_step)
         writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
     replay_ratio = args.update_epochs / args.action_repeat
-    where = "here" if envs is games else f"in {args.num_workers} workers, {envs.groups} parts of them in flight"
+    where = f"in {args.num_workers} workers, {envs.groups} parts in flight" if isinstance(envs, Workers) else "here"
     print(f"{folder} on {machine(device)['device']} in {precision}{f', {RANKS} ranks' * (RANKS > 1)}")
     print(f"{lanes} agents {where}; rollouts of {num_steps} steps, {args.update_epochs} x {num_minibatches} updates on "
           f"{mb_segments} segments of {args.bptt_horizon} (replay ratio {replay_ratio:g}); "
@@ -1120,7 +1110,7 @@ def main(args: Args) -> dict:
         if not all(weight.isfinite().all() for weight in weights):
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
         state = {name: part.state_dict() for name, part in stateful.items()} | {"generator": generator.get_state()}
-        state |= carried | {"games": games.games.state_dict()} if whole else {}
+        state |= carried | {"games": envs.games.state_dict()} if whole else {}
         state |= {"script": SCRIPT, "args": vars(args), "counters": [global_step, updates, elapsed()]}
         if lead:
             save_checkpoint(folder / "checkpoint.pt", state)
