@@ -112,6 +112,9 @@ class Args:
     """steps of a segment, the unit of learning that gradients flow through (None: by preset)"""
     update_epochs: int = 1
     """times that a rollout is learned from"""
+    reward_scale: float | None = None
+    """rewards are learned from times this: Adam's steps leave a noise in the values that small ones drown in (None: by
+    preset)"""
     gamma: float | None = None
     """discount (None: by preset)"""
     gae_lambda: float | None = None
@@ -184,14 +187,14 @@ class Args:
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 DEMO = dict(env_id="MettaNavigation-v0", vec_env="subproc", learning_rate=3e-4, gamma=0.99, gae_lambda=0.95)
-DEMO |= dict(clip_coef=0.1, vf_clip_coef=0.1, ent_coef=0.01, vf_coef=0.44)
+DEMO |= dict(reward_scale=1.0, clip_coef=0.1, vf_clip_coef=0.1, ent_coef=0.01, vf_coef=0.44)
 PRESETS = {  # of flags that are None
     "default": {
         "cpu": dict(num_envs=256),
         "cuda": dict(num_envs=4096),
         "both": dict(env_id="MettaArena-v0", vec_env="device", num_workers=CORES, async_factor=2, bptt_horizon=32,
-                     learning_rate=1e-3, gamma=0.99, gae_lambda=0.95, clip_coef=0.2, vf_clip_coef=0.2, ent_coef=0.01,
-                     vf_coef=0.5),
+                     learning_rate=5e-4, reward_scale=10.0, gamma=0.99, gae_lambda=0.95, clip_coef=0.2, vf_clip_coef=0.2,
+                     ent_coef=0.02, vf_coef=0.5),
     },
     "original": {"both": DEMO | dict(num_envs=64, batch_size=16_384, minibatch_size=512, bptt_horizon=64,
                                      num_workers=1, async_factor=1)},
@@ -1202,7 +1205,8 @@ def main(args: Args) -> dict:
         obs[part], reward, terminated, truncated, final_obs = envs.recv(group)
         watch.mark("env")
         # 2 store
-        b.reward[row, part], b.terminated[row, part], b.truncated[row, part] = reward, terminated, truncated
+        b.reward[row, part] = reward * args.reward_scale
+        b.terminated[row, part], b.truncated[row, part] = terminated, truncated
         b.final_obs[part] = torch.where(truncated[:, None, None], final_obs, b.final_obs[part])
         b.final_state[part] = torch.where(truncated[:, None], state[part], b.final_state[part])
         begins[part] = terminated | truncated

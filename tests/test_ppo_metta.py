@@ -5,7 +5,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -266,7 +265,7 @@ def recorded(monkeypatch) -> dict:
     return seen
 
 
-LONG = dict(batch_size=24 * 96, minibatch_size=24 * 8, total_timesteps=24 * 96, learning_rate=1e-12)
+LONG = dict(batch_size=24 * 96, minibatch_size=24 * 8, total_timesteps=24 * 96, learning_rate=1e-12, reward_scale=2.0)
 
 
 @pytest.mark.parametrize("rnn", ["lstm", "gru", "none"])
@@ -289,11 +288,9 @@ def test_a_rollout_against_a_loop_with_one_lane_at_a_time_in_mind(run, recorded,
             assert torch.equal(b.obs[t], obs)
             obs, reward, terminated, truncated, info = envs.step(b.action[t])
             final_value = agent(info["final_obs"][None], state, never)[1][0]
-            assert torch.equal(asked["reward"][t], reward) and torch.equal(asked["truncated"][t], truncated)
-            torch.testing.assert_close(asked["final_value"][truncated], final_value[truncated]) if t == 95 else None
+            assert torch.equal(asked["reward"][t], 2 * reward) and torch.equal(asked["truncated"][t], truncated)
             cut += int(truncated.sum())
-            seen = asked["final_value"][truncated]
-            torch.testing.assert_close(seen, final_value[truncated])
+            torch.testing.assert_close(asked["final_value"][truncated], final_value[truncated])
             state, obs = state * ~truncated[:, None], obs.clone()
         torch.testing.assert_close(asked["next_value"], agent(obs[None], state, never)[1][0])
     assert cut >= 12 and (asked["ratio"] == 1).all() and not asked["terminated"].any()
@@ -493,8 +490,8 @@ ppo_metta.Games = Recorded
 ppo_metta.evaluate = lambda *given: {}
 size = steps * lanes // RANKS
 flags = dict(batch_size=size, minibatch_size=size, bptt_horizon=8, update_epochs=50, total_timesteps=steps * lanes,
-             num_envs=1, hidden_size=16, video=False, threads=1, run_dir=sys.argv[1], run_name=sys.argv[2], device="cpu",
-             anneal_lr=False, log_every=1e-3)
+             num_envs=1, hidden_size=16, video=False, threads=1, run_dir=sys.argv[1], run_name=sys.argv[2],
+             device="cpu", anneal_lr=False, log_every=1e-3)
 main(Args(**flags))
 """
 
@@ -577,8 +574,6 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "total_timesteps": (768, lambda s, f: s["env_steps"]),
     "run_name": ("other", lambda s, f: f.name),
     "env_id": ("MettaNavigation-v0", lambda s, f: checkpoint(f)["obs"].shape),
-    "easy": (False, heads),
-    "rewards": ("hearts", heads),
     "instances": (2, lambda s, f: checkpoint(f)["obs"].shape),
     "size": (30, lambda s, f: checkpoint(f)["games.grid"].shape),
     "agents": (12, lambda s, f: checkpoint(f)["obs"].shape),
@@ -589,11 +584,12 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "hidden_size": (24, lambda s, f: checkpoint(f)["agent.heads.weight"].shape),
     "learning_rate": (1e-2, heads),
     "anneal_lr": (False, lambda s, f: round(scalars(f)["losses/learning_rate"][-1], 6)),
-    "batch_size": (768, updates),
+    "batch_size": (768, lambda s, f: checkpoint(f)["agent.encoder.bias"].tolist()),
     "minibatch_size": (192, updates),
     "bptt_horizon": (4, heads),
     "update_epochs": (2, updates),
     "gamma": (0.5, heads),
+    "reward_scale": (100.0, heads),
     "gae_lambda": (0.5, heads),
     "rho_clip": (0.5, heads),
     "c_clip": (0.5, heads),
@@ -601,7 +597,7 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "clip_coef": (1e-4, heads),
     "vf_clip_coef": (1e-4, heads),
     "ent_coef": (0.5, heads),
-    "end_ent_coef": (0.0, lambda s, f: scalars(f)["losses/ent_coef"][-1] < 0.01),
+    "end_ent_coef": (0.0, lambda s, f: np.ptp(scalars(f)["losses/ent_coef"]) > 0),
     "vf_coef": (5.0, heads),
     "max_grad_norm": (1e-3, heads),
     "prio_alpha": (0.7, heads),
@@ -613,15 +609,11 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "profile": (True, lambda s, f: (f / "profile.json").exists()),
 }
 ELSEWHERE = {  # have a test of their own
-    "device", "max_seconds", "run_dir", "preset", "env_config", "vec_env", "num_workers", "async_factor",
+    "easy", "rewards", "device", "max_seconds", "run_dir", "preset", "env_config", "vec_env", "num_workers",
+    "async_factor",
     "grad_accumulation", "target_kl", "prio_beta0", "bf16", "fp16", "tf32", "compile", "compile_mode", "cudagraph",
     "sdpa", "checkpoint_every", "resume", "evaluate", "render", "wandb",
 }  # fmt: skip
-MORE = {
-    "rewards": {"learning_rate": 1e-2},
-    "easy": {"size": 7, "objects": None},
-    "vf_clip_coef": {"learning_rate": 1e-2},
-}
 
 
 @pytest.fixture(scope="module")
@@ -661,6 +653,12 @@ def test_default_sizes_follow_the_number_of_agents() -> None:
         args = ppo_metta.with_sizes(args, agents * num_envs, 1000)
         assert args.batch_size == num_envs * agents * args.bptt_horizon
         assert args.batch_size / args.minibatch_size in (7, 8)
+
+
+def test_rules_reach_the_games() -> None:
+    args = resolve(Args(**(QUICK | dict(easy=False, rewards="hearts"))), CPU)
+    easy, hard = (Games(args, 1, CPU, 0).games.rules for args in (resolve(Args(device="cpu"), CPU), args))
+    assert (easy.easy, easy.rewards, hard.easy, hard.rewards) == (True, "shaped", False, "hearts")
 
 
 # ------------------------------------------------------------------------------------------------ the real game
@@ -775,17 +773,16 @@ BAD = [
     *({name: 0.0} for name in "learning_rate target_kl max_grad_norm vf_coef".split()),
     *({name: 1.5} for name in "gamma gae_lambda prio_beta0".split()),
     {"learning_rate": math.nan}, {"ent_coef": math.inf}, {"learning_rate": -1e-3},
-    {"batch_size": 400}, {"minibatch_size": 100}, {"minibatch_size": 72}, {"minibatch_size": 96, "grad_accumulation": 5},
+    {"batch_size": 400}, {"minibatch_size": 100}, {"minibatch_size": 72},
     {"batch_size": 24 * 104}, {"num_workers": 5, "vec_env": "subproc"}, {"size": 5}, {"instances": 5}, {"agents": 900},
     {"num_envs": 4, "num_workers": 3, "vec_env": "subproc"}, {"env_config": "a:b"},
     {"vec_env": "device", "env_id": "mettagrid"}, {"render": True},
     {"bf16": True, "fp16": True}, {"compile_mode": "max-autotune", "cudagraph": True, "compile": True},
     {"hidden_size": 30, "network": "token-attention"},
-    {"batch_size": 24 * 96, "num_envs": 4 * 10**6},
+    {"minibatch_size": 96, "grad_accumulation": 5},
     {"resume": "nowhere"}, {"evaluate": "nowhere"}, {"resume": "latest"}, {"run_dir": "/proc/nowhere"},
     pytest.param({"device": "cuda"}, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs no CUDA")),
 ]  # fmt: skip
-BAD = [flags for flags in BAD if flags != {"batch_size": 24 * 96, "num_envs": 4 * 10**6}]
 
 
 @pytest.mark.parametrize("flags", BAD, ids=str)
