@@ -40,7 +40,7 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
-from envs.metta import ACTIONS, FEATURES, NOOP, VARIANTS, VIEW, MettaArena, MettaBatch, Rules
+from envs.metta import ACTIONS, FEATURES, MOVES, NOOP, VARIANTS, VIEW, MettaArena, MettaBatch, Rules
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31
@@ -470,14 +470,18 @@ class Tokens(nn.Module):
 
     A channel is a feature, or one of 16 values of a feature that has no order. The weight is 1 there, and half the
     logarithm of 1 + value elsewhere: the first ore matters more than the fiftieth. Cells number the window row by row;
-    the last one takes tokens of no place (254). Empty ones (255) weigh nothing.
+    two more take tokens of no place (254), and those of the cell an agent faces, whichever it is: what to do with what
+    is in front does not depend on the heading. Empty tokens (255) weigh nothing.
     """
 
+    FACED = 253
     KINDS = {"type", "orientation", "last_action", "tag", "vibe"}
 
     def __init__(self, features: dict[int, str], window: tuple[int, int], device: torch.device) -> None:
         super().__init__()
-        value, self.channels, self.cells = torch.arange(256), 0, window[0] * window[1] + 1
+        value, self.channels, self.cells = torch.arange(256), 0, window[0] * window[1] + 2
+        self.heading = next((feature for feature, name in features.items() if name == "orientation"), None)
+        self.centre = window[0] // 2 << 4 | window[1] // 2
         channel, weight = torch.zeros(256, 256, dtype=torch.int32), torch.zeros(256, 256)
         for feature, name in features.items():
             kind = name in self.KINDS
@@ -485,10 +489,21 @@ class Tokens(nn.Module):
             weight[feature] = 1 if kind else (1 + value).log2() / 2
             self.channels += 16 if kind else 1
         place = torch.arange(256)
-        cell = torch.where(place < 254, (place >> 4) * window[1] + (place & 15), window[0] * window[1])
-        cell = cell.clamp(max=self.cells - 1).int()
-        for name, table in (("channel", channel.view(-1)), ("weight", weight.view(-1)), ("cell", cell)):
+        cell = ((place >> 4) * window[1] + (place & 15)).clamp(max=self.cells - 3)
+        cell[self.FACED :] = torch.tensor([self.cells - 1, self.cells - 2, self.cells - 2])
+        ahead = torch.tensor([(row << 4) + column for row, column in MOVES] + [0] * 252) + self.centre
+        tables = {"channel": channel.view(-1), "weight": weight.view(-1), "cell": cell.int(), "ahead": ahead.byte()}
+        for name, table in tables.items():
             self.register_buffer(name, table.to(device), persistent=False)
+
+    def face(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`tokens` (B, tokens, 3), with a place of its own for what is in front of an agent that has a heading."""
+        if self.heading is None:
+            return tokens
+        place, feature, value = tokens.unbind(2)
+        own = (place == self.centre) & (feature == self.heading)
+        ahead = self.ahead.index_select(0, (value * own).amax(1).int())
+        return torch.stack([place.masked_fill(place == ahead[:, None], self.FACED), feature, value], 2)
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shape, (place, feature, value) = tokens.shape[:-1], tokens.reshape(-1, 3).int().unbind(1)
@@ -541,7 +556,7 @@ class TokenBag(nn.Module):
 
     @torch.compiler.disable
     def sparse(self, tokens: torch.Tensor) -> torch.Tensor:
-        there = tokens[:, :, 0] < 255
+        there, tokens = tokens[:, :, 0] < 255, self.see.face(tokens)
         end = there.sum(1).cumsum(0)
         channel, cell, weight = self.see(tokens[there])
         start = F.pad(end[:-1], (1, 0)).int()
@@ -553,7 +568,7 @@ class TokenBag(nn.Module):
 
 def box_of(see: Tokens, tokens: torch.Tensor) -> torch.Tensor:
     """(B, channels * cells) float32: weights of the tokens, each where it belongs."""
-    channel, cell, weight = see(tokens)
+    channel, cell, weight = see(see.face(tokens))
     box = torch.zeros(len(tokens), see.channels * see.cells, device=tokens.device)
     return box.scatter_add_(1, (channel * see.cells + cell).long(), weight)
 
@@ -568,13 +583,13 @@ class BoxCNN(nn.Module):
             nn.Conv2d(see.channels, 64, 5, 3, padding=1, device=device), nn.ReLU(),
             nn.Conv2d(64, 64, 3, padding=1, device=device), nn.ReLU(), nn.Flatten(),
         )  # fmt: skip
-        inputs = 64 * math.prod((side - 3) // 3 + 1 for side in window) + see.channels
+        inputs = 64 * math.prod((side - 3) // 3 + 1 for side in window) + 2 * see.channels
         self.hidden = nn.Linear(inputs, width, device=device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         box = box_of(self.see, tokens).unflatten(1, (self.see.channels, -1))
-        planes = self.convs(box[:, :, :-1].unflatten(2, self.window))
-        return F.relu(self.hidden(torch.cat([planes, box[:, :, -1]], 1)))
+        planes = self.convs(box[:, :, :-2].unflatten(2, self.window))
+        return F.relu(self.hidden(torch.cat([planes, box[:, :, -2:].flatten(1)], 1)))
 
 
 class TokenAttention(nn.Module):
@@ -600,7 +615,7 @@ class TokenAttention(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if tokens.device.type == "cpu":  # as many as any agent has: they stand in front
             tokens = tokens[:, : int((tokens[:, :, 0] < 255).sum(1).max())]
-        channel, cell, weight = self.see(tokens)
+        channel, cell, weight = self.see(self.see.face(tokens))
         there = tokens[:, None, None, :, 0] < 255  # (B, heads, asking, tokens)
         x = self.what(channel) * weight[..., None] + self.where(cell)
         x = self.attend(self.layers[0], x, x, there)
