@@ -12,9 +12,10 @@ import tyro
 import benchmark
 import dqn_snake
 import dqn_snake_sb3_compat
+import ppo_metta
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {"dqn_snake.py": dqn_snake, "dqn_snake_sb3_compat.py": dqn_snake_sb3_compat}
+SCRIPTS = {"dqn_snake.py": dqn_snake, "dqn_snake_sb3_compat.py": dqn_snake_sb3_compat, "ppo_metta.py": ppo_metta}
 SHARED = "refuse refuse_if_too_large pick_device pick_precision compiled Graphed Stopwatch save_checkpoint "
 SHARED += "load_checkpoint machine pick_sdpa"
 
@@ -46,7 +47,8 @@ def test_a_script_imports_no_other_script(script: str) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_sections_stand_in_order(script: str) -> None:
     source = (ROOT / script).read_text()
-    order = ["class Args", "def make_envs", "(nn.Module)", "def td_target", "class Replay", "def evaluate"]
+    maths = ["def gae", "class Rollout"] if script.startswith("ppo") else ["def td_target", "class Replay"]
+    order = ["class Args", "def make_envs", "(nn.Module)", *maths, "def evaluate"]
     order += ["def refuse", "def main", "# 1 act and step", "# 3 learn", "# 4 log, evaluate, save", "if __name__"]
     places = [source.index(mark) for mark in order]
     assert places == sorted(places)
