@@ -301,7 +301,9 @@ class Games:
             self.finished, self.length = torch.zeros(4), torch.zeros(self.games.num_agents)
             self.features = {id: name for id, (name, _) in self.games.features.items()}
             self.num_actions, self.window = self.games.num_actions, self.games.window
-            self.max_steps, self.noop = self.games.config.game.max_steps or sys.maxsize, 0
+            names = self.games.action_names
+            self.noop = names.index("noop") if "noop" in names else 0
+            self.max_steps = self.games.config.game.max_steps or sys.maxsize
             self.step_once = self.step_real
             self.obs = torch.from_numpy(self.games.obs)
         else:
@@ -373,7 +375,7 @@ class Workers:
     PATIENCE = 10.0  # seconds
 
     def __init__(self, args: Args, example: Games, seed: int, device: torch.device) -> None:
-        self.groups, self.device, workers = args.async_factor, device, args.num_workers
+        self.groups, workers = args.async_factor, args.num_workers
         games = args.num_envs // (workers * self.groups)
         agents, *tokens = example.obs.shape  # of one game
         shape = self.groups, workers, games * agents
@@ -400,7 +402,7 @@ class Workers:
             self.processes.append(process)
         for _ in range(self.groups):
             self.wait(120)  # a worker imports PyTorch first
-        self.obs = obs.flatten(0, 2).to(device)
+        self.obs = obs.flatten(0, 2)
 
     def wait(self, patience: float) -> None:
         deadline = time.monotonic() + patience
@@ -422,7 +424,7 @@ class Workers:
 
     def recv(self, group: int) -> tuple[torch.Tensor, ...]:
         self.wait(self.PATIENCE)  # groups are answered in the order they were sent in
-        return tuple(part[group].flatten(0, 1).to(self.device, non_blocking=True) for part in self.results)
+        return tuple(part[group].flatten(0, 1) for part in self.results)
 
     def read_finished(self) -> torch.Tensor:
         sums = self.finished.sum((0, 1))
@@ -627,7 +629,7 @@ class TokenAttention(nn.Module):
         if self.sdpa == [SDPBackend.MATH]:  # what the kernels compute, written out
             mixed = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~there, -math.inf).softmax(-1) @ v
         else:
-            with sdpa_kernel([*self.sdpa, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):  # flash takes no mask
+            with sdpa_kernel(self.sdpa):
                 mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=there)
         asking = asking + layer["out"](mixed.transpose(1, 2).flatten(2))
         return asking + layer["mlp"](asking)
@@ -1013,7 +1015,12 @@ def main(args: Args) -> dict:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
-    sdpa = pick_sdpa(args.sdpa, dtype, device) if args.network == "token-attention" else None
+    sdpa, wanted = None, args.sdpa
+    if args.network == "token-attention":
+        if device.type == "cuda" and wanted in ("auto", "flash"):
+            print("on CUDA the flash kernel takes no padding mask; efficient is tried first")
+            wanted = "efficient"
+        sdpa = pick_sdpa(wanted, dtype, device)
     example = Games(args, 1, torch.device("cpu"), EVAL_SEED)
     agent = Agent(args, example, sdpa, device)
     if args.evaluate:
@@ -1044,6 +1051,8 @@ def main(args: Args) -> dict:
     # Since the last log, sums over updates: pg_loss, v_loss, entropy, approx_kl, clipfrac, updates skipped; then
     # updates skipped in a row.
     learned = torch.zeros(7, device=device)
+    mb_parts = torch.zeros(args.grad_accumulation, 5, device=device)  # the first five, of a minibatch
+    approx_kl = torch.zeros((), device=device)
     watch = Stopwatch(device)
 
     # --- run folder: of rank 0, the only one that writes ----------------------------------------------------------
@@ -1136,7 +1145,7 @@ def main(args: Args) -> dict:
     def log() -> None:
         seconds = watch.read()
         steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
-        episodes, hearts, length, returned = across_ranks(envs.read_finished(), "SUM").tolist()
+        episodes, hearts, length, returned = across_ranks(envs.read_finished().to(device), "SUM").tolist()
         *parts, skipped, in_a_row = learned.tolist()
         learned[:-1] = 0
         advantage = advantages()
@@ -1217,7 +1226,8 @@ def main(args: Args) -> dict:
 
     def receive(group: int) -> None:
         part, row = slice(group * group_size, (group + 1) * group_size), rows[group]
-        obs[part], reward, terminated, truncated, final_obs = envs.recv(group)
+        results = (result.to(device, non_blocking=True) for result in envs.recv(group))
+        obs[part], reward, terminated, truncated, final_obs = results
         watch.mark("env")
         # 2 store
         b.reward[row, part] = reward * args.reward_scale
@@ -1283,9 +1293,6 @@ def main(args: Args) -> dict:
         learned[5] += skipped
         learned[6] = torch.where(finite & (learned[6] < 10), 0, learned[6] + 1)  # from ten on it only grows
 
-    mb_parts = torch.zeros(args.grad_accumulation, 5, device=device)
-    approx_kl = torch.zeros((), device=device)
-
     # --- switches: they wrap `policy`, `loss_of`, `act`, `receive`, `bootstrap` and `update` ----------------------
     policy_step, loss_step = policy, loss_of
     acts, receives = ([partial(part, group) for group in range(envs.groups)] for part in (act, receive))
@@ -1340,7 +1347,8 @@ def main(args: Args) -> dict:
             watch.mark("learn")
 
             # 4 log, evaluate, save: at the same time on all ranks
-            now, stop = across_ranks(torch.tensor([elapsed(), len(interrupts)], device=device), "MAX").tolist()
+            pulse = torch.tensor([elapsed(), len(interrupts)], device=device if RANKS > 1 else "cpu")
+            now, stop = across_ranks(pulse, "MAX").tolist()
             interrupts += [signal.SIGTERM] * (stop > len(interrupts))
             if due("log"):
                 log()
