@@ -190,11 +190,11 @@ DEMO = dict(env_id="MettaNavigation-v0", vec_env="subproc", learning_rate=3e-4, 
 DEMO |= dict(reward_scale=1.0, clip_coef=0.1, vf_clip_coef=0.1, ent_coef=0.01, vf_coef=0.44)
 PRESETS = {  # of flags that are None
     "default": {
-        "cpu": dict(num_envs=256),
+        "cpu": dict(num_envs=64),
         "cuda": dict(num_envs=4096),
         "both": dict(env_id="MettaArena-v0", vec_env="device", num_workers=CORES, async_factor=2, bptt_horizon=32,
-                     learning_rate=5e-4, reward_scale=10.0, gamma=0.99, gae_lambda=0.95, clip_coef=0.2,
-                     vf_clip_coef=0.2, ent_coef=0.02, vf_coef=0.5),
+                     learning_rate=5e-4, reward_scale=10.0, gamma=0.98, gae_lambda=0.92, clip_coef=0.2,
+                     vf_clip_coef=0.2, ent_coef=0.002, vf_coef=0.5),
     },
     "original": {"both": DEMO | dict(num_envs=64, batch_size=16_384, minibatch_size=512, bptt_horizon=64,
                                      num_workers=1, async_factor=1)},
