@@ -589,7 +589,6 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "bptt_horizon": (4, heads),
     "update_epochs": (2, updates),
     "gamma": (0.5, heads),
-    "reward_scale": (100.0, heads),
     "gae_lambda": (0.5, heads),
     "rho_clip": (0.5, heads),
     "c_clip": (0.5, heads),
@@ -609,7 +608,7 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "profile": (True, lambda s, f: (f / "profile.json").exists()),
 }
 ELSEWHERE = {  # have a test of their own
-    "easy", "rewards", "device", "max_seconds", "run_dir", "preset", "env_config", "vec_env", "num_workers",
+    "easy", "rewards", "reward_scale", "device", "max_seconds", "run_dir", "preset", "env_config", "vec_env", "num_workers",
     "async_factor",
     "grad_accumulation", "target_kl", "prio_beta0", "bf16", "fp16", "tf32", "compile", "compile_mode", "cudagraph",
     "sdpa", "checkpoint_every", "resume", "evaluate", "render", "wandb",
