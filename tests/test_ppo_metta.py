@@ -608,8 +608,8 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "profile": (True, lambda s, f: (f / "profile.json").exists()),
 }
 ELSEWHERE = {  # have a test of their own
-    "easy", "rewards", "reward_scale", "device", "max_seconds", "run_dir", "preset", "env_config", "vec_env", "num_workers",
-    "async_factor",
+    "easy", "rewards", "reward_scale", "device", "max_seconds", "run_dir", "preset", "env_config", "vec_env",
+    "num_workers", "async_factor",
     "grad_accumulation", "target_kl", "prio_beta0", "bf16", "fp16", "tf32", "compile", "compile_mode", "cudagraph",
     "sdpa", "checkpoint_every", "resume", "evaluate", "render", "wandb",
 }  # fmt: skip
