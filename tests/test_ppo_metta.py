@@ -823,3 +823,14 @@ def test_wandb_missing_is_one_line(run, monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit):
         run(wandb=True)
     assert "pip install wandb" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ learning
+
+
+@pytest.mark.slow
+def test_it_learns_in_a_minute(tmp_path, monkeypatch) -> None:
+    """A random player visits 0.85 altars of an episode of the whole length, this one nearly 3 after 300,000 steps."""
+    monkeypatch.delitem(ppo_metta.VARIANTS["MettaNavigation-v0"], "max_steps")
+    quick = dict(total_timesteps=300_000, eval_episodes=64, eval_every=0, video=False, device="cpu", threads=1)
+    assert main(Args(env_id="MettaNavigation-v0", run_dir=str(tmp_path), **quick))["eval_score_mean"] > 1.7
