@@ -781,9 +781,9 @@ class Rollout:
 def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
     """Hearts of `episodes` agents in games no training seed has seen, whole episodes; actions are drawn, as in
     training: a policy that always takes its likeliest action gets stuck in front of its own kind."""
-    real = args.env_id == "mettagrid"
-    per_game = 1 if real else Rules(**rules_of(args)).num_agents
-    games = Games(args, -(-episodes // per_game), torch.device("cpu") if real else device, EVAL_SEED, evaluation=True)
+    where = torch.device("cpu") if args.env_id == "mettagrid" else device
+    agents = len(Games(args, 1, where, EVAL_SEED).obs)
+    games = Games(args, -(-episodes // agents), where, EVAL_SEED, evaluation=True)
     obs, generator = games.obs, torch.Generator(device).manual_seed(EVAL_SEED)
     lanes = len(obs)
     state = torch.zeros(lanes, agent.state_size, device=device)
