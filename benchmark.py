@@ -9,6 +9,7 @@ Suites, with their tables, and how long they take on two cores:
 
     snake: env, act, train, update: the game, with the network, learning, the learner   14 minutes
     sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py beside the original       30 minutes
+    metta: hearts of random and of scripted players, that agents are measured by         5 minutes
     switches: every switch alone and together                                           40 minutes
     scaling: cost as games, batch and board grow                                        25 minutes
     learn: score after one, two and ten minutes, three seeds                            55 minutes
@@ -26,6 +27,7 @@ import json
 import math
 import os
 import platform
+import random
 import re
 import shlex
 import shutil
@@ -33,7 +35,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,6 +53,7 @@ from gymnasium.utils.performance import benchmark_vector_step
 from gymnasium.vector import SyncVectorEnv
 
 import dqn_snake
+from envs.metta import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE, VARIANTS, MettaArena, Thing
 from envs.snake import SnakeBatch, SnakeEnv, SnakeVectorEnv
 
 ROOT = Path(__file__).parent
@@ -58,7 +61,7 @@ PLAIN = {"OPTIMAL_BATCH_SIZE": "32", "USE_TORCH_COMPILE": "false", "USE_FLASH_AT
 # dqn_snake_sb3_compat.py's settings while it is measured, so that a .env changes nothing
 QUICK = "--eval-every 0 --eval-episodes 1"  # of runs that are measured for speed
 SUITES = {"snake": ["env", "act", "train", "update"], "sb3": ["sb3-speed", "sb3-learn", "sweep"]}
-SUITES |= {name: [name] for name in ("switches", "scaling", "learn", "time-to-score")}
+SUITES |= {name: [name] for name in ("metta", "switches", "scaling", "learn", "time-to-score")}
 SUITES |= {"all": [table for tables in SUITES.values() for table in tables]}
 
 
@@ -865,6 +868,67 @@ def write_env(values: dict[str, str]) -> None:
 
 
 TABLES = {name: globals()[f"table_{name.replace('-', '_')}"] for name in SUITES["all"]}
+
+
+# ------------------------------------------------------------------------------------------------- the arena
+
+
+def metta_errands(arena: MettaArena, body: Thing) -> dict[Thing, int]:
+    """Converters that are of use to this agent now, and what to do there: hearts, batteries and ore, in or out."""
+    errands = {}
+    for converter in arena.converters:
+        recipe = arena.rules.book[converter.name]
+        if set(recipe.outputs) & {"heart", "battery_red", "ore_red"}:
+            ready = [ITEMS.index(item) for item in recipe.outputs]
+            needs = [(ITEMS.index(item), number) for item, number in recipe.inputs.items()]
+            if any(converter.inventory[k] and body.inventory[k] < CARRY[k] for k in ready):
+                errands[converter] = GET
+            elif needs and all(body.inventory[k] >= n and converter.inventory[k] < 2 * n for k, n in needs):
+                errands[converter] = PUT
+    return errands
+
+
+def metta_action(arena: MettaArena, body: Thing) -> int:
+    """One action on the shortest way to the nearest errand; a random turn where there is none."""
+    errands, grid, start = metta_errands(arena, body), arena.grid, (body.row, body.column)
+    queue, first = deque([start]), {start: None}  # first step on the way to each cell
+    while queue:
+        row, column = queue.popleft()
+        for direction, (down, across) in enumerate(MOVES):
+            cell = row + down, column + across
+            thing, step = grid[cell[0]][cell[1]], first[row, column]
+            if thing in errands:
+                if step is None:
+                    return errands[thing] if body.heading == direction else ROTATE + direction
+                return FORWARD if body.heading == step else ROTATE + step
+            if thing is None and cell not in first:
+                first[cell] = direction if step is None else step
+                queue.append(cell)
+    return random.choice([NOOP, FORWARD, *range(ROTATE, ROTATE + 4)])
+
+
+def metta_hearts(agent_episodes: int, scripted: bool, **rules) -> float:
+    """Mean hearts per agent and episode of whole episodes."""
+    arena, hearts, played = MettaArena(random_first_length=False, **rules), 0, 0
+    random.seed(0)
+    for seed in range(-(-agent_episodes // arena.rules.num_agents)):
+        arena.reset(seed=seed)
+        while arena.agents:
+            actions = [metta_action(arena, body) if scripted else random.randrange(25) for body in arena.bodies]
+            arena.step(dict(zip(arena.agents, actions)))
+        hearts += sum(stats["heart.get"] for stats in arena.stats)
+        played += len(arena.stats)
+    return hearts / played
+
+
+def table_metta(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Hearts per agent and episode of the arena by players that learn nothing, on the rule book: whole episodes."""
+    games = {"arena, easy": {"easy": True}, "arena": {}, "navigation": VARIANTS["MettaNavigation-v0"]}
+    number, rows, raw = 24 if options.fast else 240, [], {}
+    for name, rules in games.items():
+        raw[name] = [metta_hearts(number, scripted, **rules) for scripted in (False, True)]
+        rows.append([name, *(f"{hearts:.2f}" for hearts in raw[name])])
+    return table(f"{number} agents' episodes | random | scripted: the nearest thing of use", rows), {"hearts": raw}
 
 
 # ------------------------------------------------------------------------------------------ pictures, files, gate

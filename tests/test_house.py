@@ -13,11 +13,13 @@ import benchmark
 import dqn_mario_async
 import dqn_snake
 import dqn_snake_sb3_compat
+import ppo_metta
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {
     "dqn_snake.py": dqn_snake,
     "dqn_snake_sb3_compat.py": dqn_snake_sb3_compat,
+    "ppo_metta.py": ppo_metta,
     "dqn_mario_async.py": dqn_mario_async,
 }
 SHARED = "refuse refuse_if_too_large pick_device pick_precision compiled Graphed Stopwatch save_checkpoint "
@@ -53,7 +55,8 @@ def test_a_script_imports_no_other_script(script: str) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_sections_stand_in_order(script: str) -> None:
     source = (ROOT / script).read_text()
-    order = ["class Args", "def make_envs", "(nn.Module)", "def td_target", "class Replay", "def evaluate"]
+    maths = ["def gae", "class Rollout"] if script.startswith("ppo") else ["def td_target", "class Replay"]
+    order = ["class Args", "def make_envs", "(nn.Module)", *maths, "def evaluate"]
     order += ["def refuse", "def main", "# 1 act and step", "# 3 learn", "# 4 log, evaluate, save", "if __name__"]
     places = [source.index(mark) for mark in order]
     assert places == sorted(places)
@@ -71,7 +74,8 @@ def test_every_command_that_is_shown_is_understood(page: str) -> None:
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     command = "pip install -r requirements-dev.txt -r requirements-games.txt && "
-    command += "pip install --no-deps gym-super-mario-bros==7.4.0 && ruff check && ruff format --check && python -m pytest"
+    command += "pip install --no-deps gym-super-mario-bros==7.4.0 && ruff check && ruff format --check && "
+    command += "python -m pytest"
     assert command in (ROOT / "README.md").read_text()
     assert command in (ROOT / ".ci" / "run").read_text().replace(" --quiet", "")
 

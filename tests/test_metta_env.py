@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import envs  # noqa: F401  registers the ids
+from benchmark import metta_action, metta_hearts
 from envs.metta import (
     ACTIONS,
     ARMOR,
@@ -40,7 +41,6 @@ from envs.metta import (
     Rules,
     Thing,
 )
-from scripted_metta import metta_action, metta_hearts
 
 UP, DOWN, LEFT, RIGHT = range(4)
 ORE, BATTERY = ITEMS.index("ore_red"), ITEMS.index("battery_red")

@@ -1,0 +1,836 @@
+"""The Metta trainer: its maths, its switches, what it leaves behind, and what it refuses."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.attention import SDPBackend
+
+import ppo_metta
+from envs.metta import FEATURES, MettaBatch
+from ppo_metta import Agent, Args, Games, Rollout, Tokens, gae, main, ppo_loss, resolve, sample
+
+CPU = torch.device("cpu")
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+REAL = pytest.mark.skipif(importlib.util.find_spec("mettagrid") is None, reason="needs mettagrid")
+ROOT = Path(__file__).parent.parent
+QUICK = dict(
+    device="cpu", num_envs=4, batch_size=384, minibatch_size=96, bptt_horizon=8, total_timesteps=384 * 4,
+    hidden_size=16, eval_episodes=6, eval_every=0, log_every=1e-3, video=False, threads=1, num_workers=2,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_episodes(monkeypatch):
+    """Arenas of 100 steps instead of 1,000."""
+    for rules in ppo_metta.VARIANTS.values():
+        monkeypatch.setitem(rules, "max_steps", 100)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Train for a moment; gives the summary and the run folder."""
+
+    def start(**flags) -> tuple[dict, Path]:
+        flags = QUICK | {"run_dir": str(tmp_path), "run_name": "run"} | flags
+        return main(Args(**flags)), tmp_path / flags["run_name"]
+
+    return start
+
+
+def scalars(folder: Path) -> dict[str, list[float]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def load(folder: Path) -> dict:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def checkpoint(folder: Path) -> dict:
+    """The checkpoint with dotted names: agent.heads.bias."""
+
+    def flat(prefix: str, value) -> dict:
+        if not isinstance(value, dict):
+            return {prefix: value}
+        return {name: leaf for key in value for name, leaf in flat(f"{prefix}.{key}", value[key]).items()}
+
+    return {name[1:]: leaf for name, leaf in flat("", load(folder)).items()}
+
+
+def tokens(games: int = 4, steps: int = 20) -> torch.Tensor:
+    """Observations (N, 200, 3) of games under way."""
+    torch.manual_seed(0)
+    envs = MettaBatch(games, easy=True)
+    obs = envs.reset()
+    for _ in range(steps):
+        obs = envs.step(torch.randint(25, (len(obs),)))[0]
+    return obs.clone()
+
+
+def agent_of(sdpa=SDPBackend.MATH, **flags) -> Agent:
+    args = resolve(Args(**(QUICK | flags)), CPU)
+    torch.manual_seed(0)
+    return Agent(args, Games(args, 1, CPU, 0), [sdpa], CPU)
+
+
+# ------------------------------------------------------------------------------------------------ maths
+
+
+def transitions(steps: int = 12, lanes: int = 5, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random rollouts; each lane is truncated once at most."""
+    rng = np.random.default_rng(seed)
+    x = {name: rng.normal(size=(steps, lanes)) for name in ("reward", "value")}
+    x |= {name: rng.normal(size=lanes) for name in ("next_value", "final_value")}
+    x["truncated"] = np.arange(steps)[:, None] == rng.integers(2 * steps, size=lanes)
+    x["terminated"] = (rng.random((steps, lanes)) < 0.1) & ~x["truncated"]
+    return x | {"ratio": rng.uniform(0.3, 2, size=(steps, lanes))}
+
+
+def slow_gae(reward, value, next_value, final_value, terminated, truncated, ratio, gamma, lam, rho, c) -> np.ndarray:
+    advantage, (steps, lanes) = np.zeros_like(reward), reward.shape
+    for lane in range(lanes):
+        for t in reversed(range(steps)):
+            following = value[t + 1, lane] if t + 1 < steps else next_value[lane]
+            following = 0 if terminated[t, lane] else final_value[lane] if truncated[t, lane] else following
+            advantage[t, lane] = min(ratio[t, lane], rho) * (reward[t, lane] + gamma * following - value[t, lane])
+            if t + 1 < steps and not (terminated[t, lane] or truncated[t, lane]):
+                advantage[t, lane] += gamma * lam * min(ratio[t, lane], c) * advantage[t + 1, lane]
+    return advantage
+
+
+@pytest.mark.parametrize("rho, c", [(1, 1), (1.5, 0.7), (10, 10)])
+def test_advantages_against_numpy(rho: float, c: float) -> None:
+    x = transitions()
+    got = gae(*(torch.tensor(part) for part in x.values()), 0.9, 0.8, rho, c)
+    np.testing.assert_allclose(got, slow_gae(*x.values(), 0.9, 0.8, rho, c))
+
+
+def test_on_policy_advantages_with_lambda_1_are_returns_less_values() -> None:
+    x = transitions(lanes=1) | {"ratio": np.ones((12, 1))}
+    x["terminated"][:], x["truncated"][:] = False, False
+    advantage = gae(*(torch.tensor(part) for part in x.values()), 0.9, 1.0, 1, 1)
+    returns = sum(0.9**t * r for t, r in enumerate(x["reward"][:, 0])) + 0.9**12 * x["next_value"][0]
+    assert advantage[0, 0].item() == pytest.approx(returns - x["value"][0, 0])
+
+
+def test_loss_against_numpy() -> None:
+    rng = np.random.default_rng(0)
+    names = ("logprob", "old_logprob", "advantage", "entropy", "value", "old_value", "returns")
+    x = {name: rng.normal(scale=0.5, size=(6, 7)) for name in names}
+    loss, parts = ppo_loss(*(torch.tensor(part) for part in x.values()), 0.2, 0.1, torch.tensor(0.01), 0.5)
+    policy = value = kl = clipped = 0.0
+    for i in np.ndindex(6, 7):
+        ratio = math.exp(x["logprob"][i] - x["old_logprob"][i])
+        policy -= min(ratio * x["advantage"][i], min(max(ratio, 0.8), 1.2) * x["advantage"][i]) / 42
+        near = x["old_value"][i] + min(max(x["value"][i] - x["old_value"][i], -0.1), 0.1)
+        value += max((x["value"][i] - x["returns"][i]) ** 2, (near - x["returns"][i]) ** 2) / 84
+        kl += (ratio - 1 - math.log(ratio)) / 42
+        clipped += (abs(ratio - 1) > 0.2) / 42
+    np.testing.assert_allclose(parts, [policy, value, x["entropy"].mean(), kl, clipped])
+    assert loss.item() == pytest.approx(policy - 0.01 * x["entropy"].mean() + 0.5 * value)
+
+
+def test_sampled_actions_follow_the_logits() -> None:
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    generator = torch.Generator().manual_seed(0)
+    drawn = sample(logits.expand(200_000, 4), generator).bincount(minlength=4) / 200_000
+    torch.testing.assert_close(drawn, logits.softmax(0), atol=5e-3, rtol=0)
+
+
+def test_segments_index_every_step_of_every_lane_once() -> None:
+    args = resolve(Args(**(QUICK | dict(batch_size=32 * 5, bptt_horizon=8))), CPU)
+    b = Rollout(args, torch.zeros(5, 200, 3, dtype=torch.uint8), 4, CPU)
+    lane, time = torch.arange(5).expand(32, 5), torch.arange(32)[:, None].expand(32, 5)
+    index = b.index(torch.arange(4 * 5))
+    assert sorted(index.flatten().tolist()) == list(range(160))
+    assert (lane.flatten()[index] == torch.arange(20) % 5).all()
+    assert (time.flatten()[index] == torch.arange(20) // 5 * 8 + torch.arange(8)[:, None]).all()
+
+
+# ------------------------------------------------------------------------------------------------ networks
+
+
+def test_tokens_against_a_loop() -> None:
+    see, obs = Tokens(dict(enumerate(FEATURES)), (11, 11), CPU), tokens()[:3]
+    channel, cell, weight = see(see.face(obs))
+    for i in np.ndindex(3, 200):
+        place, feature, value = obs[i].tolist()
+        if place == 255:
+            assert weight[i] == 0
+            continue
+        kind = FEATURES[feature] in ("type", "orientation", "last_action")
+        before = sum(16 if FEATURES[f] in Tokens.KINDS else 1 for f in range(feature))
+        heading = obs[i[0], (obs[i[0], :, 0] == 0x55) & (obs[i[0], :, 1] == FEATURES.index("orientation")), 2].item()
+        assert cell[i] == (122 if place == (0x45, 0x65, 0x54, 0x56)[heading] else (place >> 4) * 11 + (place & 15))
+        if FEATURES[feature] in Tokens.KINDS:
+            assert channel[i] == before + value % 16 and weight[i] == 1
+        else:
+            assert not kind
+            assert channel[i] == before and weight[i].item() == pytest.approx(math.log2(1 + value) / 2)
+
+
+def test_a_bag_of_tokens_is_a_linear_layer_on_the_box() -> None:
+    encoder, obs = agent_of().encoder, tokens()
+    obs[3] = 255  # an agent that sees nothing
+    outs, grads = [], []
+    for layer in (encoder.sparse, encoder.dense):
+        encoder.zero_grad()
+        out = layer(obs)
+        out.square().sum().backward()
+        outs.append(out.detach())
+        grads.append(encoder.table.grad.clone())
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+
+
+def test_attention_kernels_agree_with_the_written_out_one() -> None:
+    obs, kernels = tokens(), (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
+    written, kernel = (agent_of(sdpa, network="token-attention").encoder for sdpa in kernels)
+    torch.testing.assert_close(written(obs), kernel(obs), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("network", ["token-bag", "box-cnn", "token-attention"])
+def test_networks_ignore_padding_and_order_but_not_places(network: str) -> None:
+    agent, obs = agent_of(network=network), tokens()
+    out = agent.encoder(obs)
+    shuffled = obs.clone()
+    for row in shuffled:
+        n = int((row[:, 0] < 255).sum())
+        row[:n] = row[torch.randperm(n)]
+    torch.testing.assert_close(agent.encoder(shuffled), out, atol=1e-4, rtol=1e-4)
+    longer = torch.cat([obs, torch.full_like(obs[:1], 255)])  # more padding for nobody, another agent in the batch
+    torch.testing.assert_close(agent.encoder(longer)[:-1], out, atol=1e-4, rtol=1e-4)
+    moved = obs.clone()
+    moved[0, 4, 0] ^= 1
+    assert not torch.allclose(agent.encoder(moved)[0], out[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("rnn", ["lstm", "gru", "none"])
+def test_memory_against_torch_and_reset_at_the_start_of_episodes(rnn: str) -> None:
+    agent, obs = agent_of(rnn=rnn), torch.stack([tokens(2, steps) for steps in range(5, 11)])
+    state, never = torch.randn(12, agent.state_size), torch.zeros(6, 12, dtype=torch.bool)
+    logits, value, after = agent(obs, state, never)
+    if rnn != "none":
+        layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[rnn](16, 16)
+        layer.load_state_dict({f"{name}_l0": weight for name, weight in agent.cell.state_dict().items()})
+        first = tuple(part[None].contiguous() for part in state.chunk(2, 1)) if rnn == "lstm" else state[None]
+        hidden = layer(agent.encoder(obs.flatten(0, 1)).unflatten(0, (6, 12)), first)[0]
+        expected = agent.heads(hidden)
+        torch.testing.assert_close(torch.cat([logits, value[..., None]], 2), expected, atol=1e-5, rtol=1e-5)
+    # In two parts it is the same; with a reset, nothing of before is left in that lane, all of it in the others.
+    half = agent(obs[:3], state, never[:3])[2]
+    torch.testing.assert_close(agent(obs[3:], half, never[3:])[0], logits[3:], atol=1e-5, rtol=1e-5)
+    reset = never.clone()
+    reset[3, 4] = True
+    fresh = agent(obs[3:], torch.zeros_like(state), never[3:])[0]
+    got = agent(obs, state, reset)[0]
+    torch.testing.assert_close(got[3:, 4], fresh[:, 4], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got[:, :4], logits[:, :4])
+    assert (rnn == "none") == torch.allclose(got[3:, 4], logits[3:, 4], atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ rollouts
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> dict:
+    """What `gae` was first asked, and the rollout."""
+    seen, gae_of, rollout_of = {}, ppo_metta.gae, ppo_metta.Rollout
+
+    def recording_gae(*given):
+        names = "reward value next_value final_value terminated truncated ratio".split()
+        seen.setdefault("gae", dict(zip(names, (part.clone() for part in given[:7]))))
+        return gae_of(*given)
+
+    def recording_rollout(*given):
+        seen["rollout"] = rollout_of(*given)
+        return seen["rollout"]
+
+    monkeypatch.setattr(ppo_metta, "gae", recording_gae)
+    monkeypatch.setattr(ppo_metta, "Rollout", recording_rollout)
+    return seen
+
+
+LONG = dict(batch_size=24 * 96, minibatch_size=24 * 8, total_timesteps=24 * 96, learning_rate=1e-12, reward_scale=2.0)
+
+
+@pytest.mark.parametrize("rnn", ["lstm", "gru", "none"])
+def test_a_rollout_against_a_loop_with_one_lane_at_a_time_in_mind(run, recorded, rnn) -> None:
+    """Values, log-probabilities and bootstraps, from a loop that resets the memory and looks at the last observation of
+    every episode as it ends. Truncation must bootstrap from what the agent saw last, with what it remembered then."""
+    _, folder = run(rnn=rnn, **LONG)
+    agent = agent_of(rnn=rnn)
+    agent.load_state_dict(load(folder)["agent"])
+    b, asked = recorded["rollout"], recorded["gae"]
+    envs = MettaBatch(4, seed=1, easy=True, rewards="shaped", max_steps=100)
+    obs, state, never = envs.reset().clone(), torch.zeros(24, agent.state_size), torch.zeros(1, 24, dtype=torch.bool)
+    cut = 0
+    with torch.no_grad():
+        for t in range(96):
+            logits, value, state = agent(obs[None], state, never)
+            logprob = logits[0].log_softmax(1).gather(1, b.action[t, :, None])[:, 0]
+            torch.testing.assert_close(b.logprob[t], logprob)
+            torch.testing.assert_close(asked["value"][t], value[0])
+            assert torch.equal(b.obs[t], obs)
+            obs, reward, terminated, truncated, info = envs.step(b.action[t])
+            final_value = agent(info["final_obs"][None], state, never)[1][0]
+            assert torch.equal(asked["reward"][t], 2 * reward) and torch.equal(asked["truncated"][t], truncated)
+            cut += int(truncated.sum())
+            torch.testing.assert_close(asked["final_value"][truncated], final_value[truncated])
+            state, obs = state * ~truncated[:, None], obs.clone()
+        torch.testing.assert_close(asked["next_value"], agent(obs[None], state, never)[1][0])
+    assert cut >= 12 and (asked["ratio"] == 1).all() and not asked["terminated"].any()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"rnn": "lstm"}, {"rnn": "gru"}, {"network": "box-cnn"}, {"network": "token-attention"}, {"action_repeat": 3},
+     {"vec_env": "subproc", "async_factor": 2, "num_workers": 2}, {"vec_env": "subproc", "num_workers": 0}],
+    ids=str,
+)  # fmt: skip
+def test_learning_sees_what_acting_saw(run, flags) -> None:
+    """With weights that do not move the policy ratio stays 1, whatever memory was carried or lost on the way."""
+    repeat = flags.get("action_repeat", 1)
+    _, folder = run(**LONG | {"batch_size": 24 * 32, "total_timesteps": 24 * 32 * 4 * repeat} | flags)
+    read = scalars(folder)
+    assert len(read["charts/SPS"]) == 4 and max(map(abs, read["losses/approx_kl"])) < 1e-6
+    assert max(read["losses/clipfrac"]) == 0
+
+
+def test_workers_play_the_same_games(run, monkeypatch) -> None:
+    monkeypatch.delitem(ppo_metta.VARIANTS["MettaArena-v0"], "max_steps")  # other processes know of no short ones
+    plain = checkpoint(run(run_name="plain")[1])
+    for name, workers in (("here", 0), ("there", 1)):
+        flags = dict(vec_env="subproc", num_workers=workers, async_factor=1)
+        other = checkpoint(run(run_name=name, **flags)[1])
+        assert all(torch.equal(value, other[key]) for key, value in plain.items() if key.startswith("agent"))
+
+
+def test_actions_last(run, monkeypatch) -> None:
+    args = resolve(Args(**(QUICK | dict(action_repeat=4))), CPU)
+    games, plain = Games(args, 4, CPU, 0), MettaBatch(4, seed=0, easy=True, rewards="shaped", max_steps=100)
+    plain.reset()
+    torch.manual_seed(0)
+    for _ in range(60):
+        action = torch.randint(25, (24,))
+        obs, reward, terminated, truncated, info = games.step(action)
+        over, total = torch.zeros(24, dtype=torch.bool), torch.zeros(24)
+        final_obs = torch.zeros(24, 200, 3, dtype=torch.uint8)
+        for _ in range(4):
+            after, got, _, cut, more = plain.step(torch.where(over, 18, action))
+            total += got * ~over
+            final_obs = torch.where(over[:, None, None], final_obs, more["final_obs"])
+            over |= cut
+        assert torch.equal(obs, after) and torch.equal(truncated, over) and torch.equal(info["final_obs"], final_obs)
+        torch.testing.assert_close(reward, total)
+    assert run(action_repeat=4)[0]["replay_ratio"] == pytest.approx(1 / 4)
+
+
+# ------------------------------------------------------------------------------------------------ learning
+
+
+def agent_weights(folder: Path) -> torch.Tensor:
+    return torch.cat([value.flatten() for name, value in checkpoint(folder).items() if name.startswith("agent")])
+
+
+def test_accumulated_gradients_are_those_of_the_large_batch(run) -> None:
+    whole, parts = (agent_weights(run(run_name=str(n), grad_accumulation=n)[1]) for n in (1, 4))
+    torch.testing.assert_close(whole, parts, atol=2e-5, rtol=1e-4)
+
+
+def test_minibatches_take_every_segment_once_an_epoch(run, monkeypatch) -> None:
+    asked, index = [], Rollout.index
+    monkeypatch.setattr(Rollout, "index", lambda b, segments: asked.append(segments.tolist()) or index(b, segments))
+    run(update_epochs=2, total_timesteps=384)
+    assert len(asked) == 2 * 4
+    for epoch in (asked[:4], asked[4:]):
+        assert sorted(sum(epoch, [])) == list(range(48))
+
+
+def test_prioritised_segments_are_those_with_large_advantages(run, monkeypatch) -> None:
+    asked, index = [], Rollout.index
+    monkeypatch.setattr(Rollout, "index", lambda b, segments: asked.append(segments.tolist()) or index(b, segments))
+
+    def advantage(reward, *_):  # of segment k of lane n: 100 in one lane, 1 in the others
+        return torch.where(torch.arange(reward.shape[1]) == 5, 100.0, 1.0).expand_as(reward)
+
+    monkeypatch.setattr(ppo_metta, "gae", advantage)
+    run(prio_alpha=1.0, norm_adv=False)
+    assert all(len(set(segments)) == 12 for segments in asked)
+    assert np.mean([{5, 29} <= set(segments) for segments in asked]) > 0.9
+
+
+def test_a_large_policy_step_ends_the_iteration(run) -> None:
+    flags = dict(learning_rate=0.05, anneal_lr=False)
+    assert checkpoint(run(**flags)[1])["counters"][1] == 16
+    assert checkpoint(run(target_kl=1e-6, **flags)[1])["counters"][1] < 16
+
+
+def test_updates_that_are_not_finite_are_skipped_and_end_the_run(run, monkeypatch, capsys, tmp_path) -> None:
+    calls, ppo_loss_of = [], ppo_metta.ppo_loss
+
+    def broken(*given):
+        calls.append(0)
+        loss, parts = ppo_loss_of(*given)
+        return loss * (math.nan if bad(len(calls)) else 1), parts
+
+    monkeypatch.setattr(ppo_metta, "ppo_loss", broken)
+    bad = lambda call: call == 2  # noqa: E731
+    _, folder = run()
+    assert sum(scalars(folder)["losses/skipped_updates"]) == 1 and agent_weights(folder).isfinite().all()
+    calls.clear()
+    bad = lambda call: call > 3  # noqa: E731
+    with pytest.raises(SystemExit) as error:
+        run(run_name="other")
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "from number 4 on was not finite" in said
+
+
+# ------------------------------------------------------------------------------------------------ resume
+
+
+def interrupt_after(monkeypatch, calls: int, number: int = signal.SIGTERM) -> None:
+    made, original = [], ppo_metta.gae
+
+    def counting(*given):
+        made.append(0)
+        if len(made) == calls:
+            os.kill(os.getpid(), number)
+        return original(*given)
+
+    monkeypatch.setattr(ppo_metta, "gae", counting)
+
+
+@pytest.mark.parametrize("rnn", ["lstm", "none"])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch, rnn, capsys) -> None:
+    flags = dict(rnn=rnn, total_timesteps=384 * 12)
+    whole = checkpoint(run(run_name="whole", **flags)[1])
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 12)
+        _, folder = run(run_name="half", **flags)
+    assert "--resume" in capsys.readouterr().out and checkpoint(folder)["counters"][0] < 384 * 12
+    run(run_name="half", resume=str(folder), **flags)
+    got = checkpoint(folder)
+    for name, value in whole.items():
+        if torch.is_tensor(value):
+            assert torch.equal(value, got[name]), name
+    assert got["counters"][:2] == whole["counters"][:2]
+
+
+def test_elapsed_time_is_part_of_the_budget_after_a_resume(run) -> None:
+    _, folder = run(total_timesteps=None, max_seconds=2)
+    step = checkpoint(folder)["counters"][0]
+    run(total_timesteps=None, max_seconds=2, resume=str(folder))
+    assert checkpoint(folder)["counters"][0] == step
+
+
+# ------------------------------------------------------------------------------------------------ workers
+
+
+@pytest.mark.parametrize(
+    "number, said", [(signal.SIGKILL, "died with exit code -9"), (signal.SIGSTOP, "has not answe")]
+)
+def test_a_lost_worker_is_named_and_the_checkpoint_saved(tmp_path, number, said) -> None:
+    flags = "--vec-env subproc --num-workers 2 --async-factor 2 --num-envs 8 --batch-size 1536 --minibatch-size 384 "
+    flags += f"--device cpu --threads 1 --log-every 0.01 --run-name run --run-dir {tmp_path} --bptt-horizon 16"
+    command = [sys.executable, "ppo_metta.py", *flags.split()]
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, **streams) as process:
+        while "SPS" not in process.stdout.readline():
+            pass
+        tasks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        workers = [pid for pid in tasks if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(int(workers[1]), number)
+        struck = time.monotonic()
+        err = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and f"worker 1 (process {workers[1]}) {said}" in err, err
+    assert time.monotonic() - struck < 20 and "Traceback" not in err
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+    time.sleep(0.5)
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+# ------------------------------------------------------------------------------------------------ several ranks
+
+
+ONE_ROLLOUT = """
+import sys, types, torch, ppo_metta
+from ppo_metta import RANK, RANKS, Args, main
+torch.manual_seed(0)
+steps, lanes = 16, 8
+obs = torch.randint(0, 25, (steps + 1, lanes, 200, 3), dtype=torch.uint8)
+reward, truncated = torch.randn(steps, lanes), torch.arange(steps)[:, None] == torch.randint(30, (lanes,))
+action = torch.randint(25, (steps, lanes))
+mine = slice(RANK * lanes // RANKS, (RANK + 1) * lanes // RANKS)
+class Recorded(ppo_metta.Games):
+    def __init__(self, args, *more, **others):
+        super().__init__(args, 1, torch.device("cpu"), 0)
+        self.obs, self.step_number = obs[0, mine].clone(), 0
+    def send(self, group, action):
+        t, self.step_number = self.step_number, self.step_number + 1
+        cut = truncated[t, mine]
+        self.result = obs[t + 1, mine], reward[t, mine], torch.zeros_like(cut), cut, obs[t, mine]
+drawn = iter(range(steps))
+ppo_metta.sample = lambda logits, generator: action[next(drawn), mine]
+ppo_metta.Games = Recorded
+ppo_metta.evaluate = lambda *given: {}
+size = steps * lanes // RANKS
+flags = dict(batch_size=size, minibatch_size=size, bptt_horizon=8, update_epochs=50, total_timesteps=steps * lanes,
+             num_envs=1, hidden_size=16, video=False, threads=1, run_dir=sys.argv[1], run_name=sys.argv[2],
+             device="cpu", anneal_lr=False, log_every=1e-3)
+main(Args(**flags))
+"""
+
+
+def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    kinds = dict(cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run([*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *command], **kinds)
+
+
+def test_two_ranks_learn_what_one_learns(tmp_path) -> None:
+    (tmp_path / "one_rollout.py").write_text(ONE_ROLLOUT)
+    for ranks in (1, 2):
+        done = torchrun(ranks, str(tmp_path / "one_rollout.py"), str(tmp_path), str(ranks))
+        assert done.returncode == 0, done.stderr
+    one, two = (agent_weights(tmp_path / str(ranks)) for ranks in (1, 2))
+    assert checkpoint(tmp_path / "1")["counters"][:2] == checkpoint(tmp_path / "2")["counters"][:2] == [128, 50]
+    torch.testing.assert_close(one, two, atol=1e-5, rtol=0)
+    for tag in ("losses/approx_kl", "losses/pg_loss", "losses/v_loss", "losses/entropy"):
+        np.testing.assert_allclose(scalars(tmp_path / "1")[tag], scalars(tmp_path / "2")[tag], atol=1e-4)
+
+
+def test_ranks_play_different_games_and_one_writes(tmp_path) -> None:
+    flags = "--num-envs 4 --batch-size 384 --minibatch-size 96 --bptt-horizon 8 --hidden-size 16 --eval-episodes 6 "
+    flags += f"--total-timesteps 3072 --run-dir {tmp_path} --run-name run --no-video --log-every 0.001 --device cpu"
+    done = torchrun(2, "ppo_metta.py", *flags.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("eval_score_mean") == 1 and "2 ranks" in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["env_steps"] == 3072 and summary["replay_ratio"] == pytest.approx(1)
+    assert checkpoint(tmp_path / "run")["counters"][:2] == [3072, 16]
+
+
+# ------------------------------------------------------------------------------------------------ switches
+
+
+def test_bf16_is_close_to_fp32(run, monkeypatch) -> None:
+    exact = run(run_name="exact")[1]
+    monkeypatch.setattr(ppo_metta, "pick_precision", lambda *_: torch.bfloat16)
+    summary, folder = run(run_name="half")
+    assert summary["precision"] == "bfloat16"
+    new, old = agent_weights(folder), agent_weights(exact)
+    assert not torch.equal(new, old)
+    torch.testing.assert_close(new, old, atol=2e-2, rtol=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these are active on CUDA")
+@pytest.mark.parametrize("flag", ["fp16", "tf32", "cudagraph"])
+def test_switches_that_cannot_be_active_say_so_in_one_line(run, capsys, flag) -> None:
+    summary, _ = run(**{flag: True})
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"--{flag}")]
+    assert len(said) == 1 and "CUDA" in said[0] and summary["precision"] == "float32" and not summary["cudagraph"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+def test_compiled_learns_what_eager_learns(run) -> None:
+    flags = dict(bptt_horizon=4, total_timesteps=768)
+    _, eager = run(run_name="eager", **flags)
+    summary, fast = run(run_name="fast", compile=True, **flags)
+    assert summary["compiled"]
+    torch.testing.assert_close(agent_weights(fast), agent_weights(eager), atol=1e-4, rtol=1e-3)
+
+
+def test_sdpa_says_which_kernel_runs(run, capsys) -> None:
+    assert run(network="token-attention", sdpa="math")[0]["sdpa"] == "math"
+    assert "as written out" in capsys.readouterr().out
+
+
+def heads(summary: dict, folder: Path) -> list[float]:
+    return checkpoint(folder)["agent.heads.bias"].tolist()
+
+
+def updates(summary: dict, folder: Path) -> int:
+    return checkpoint(folder)["counters"][1]
+
+
+FLAGS = {  # another value than QUICK's, and where it shows
+    "seed": (2, heads),
+    "total_timesteps": (768, lambda s, f: s["env_steps"]),
+    "run_name": ("other", lambda s, f: f.name),
+    "env_id": ("MettaNavigation-v0", lambda s, f: checkpoint(f)["obs"].shape),
+    "instances": (2, lambda s, f: checkpoint(f)["obs"].shape),
+    "size": (30, lambda s, f: checkpoint(f)["games.grid"].shape),
+    "agents": (12, lambda s, f: checkpoint(f)["obs"].shape),
+    "num_envs": (8, lambda s, f: checkpoint(f)["obs"].shape),
+    "action_repeat": (2, lambda s, f: s["replay_ratio"]),
+    "network": ("box-cnn", lambda s, f: "agent.encoder.convs.0.weight" in checkpoint(f)),
+    "rnn": ("gru", lambda s, f: checkpoint(f)["agent.cell.weight_ih"].shape),
+    "hidden_size": (24, lambda s, f: checkpoint(f)["agent.heads.weight"].shape),
+    "learning_rate": (1e-2, heads),
+    "anneal_lr": (False, lambda s, f: round(scalars(f)["losses/learning_rate"][-1], 6)),
+    "batch_size": (768, lambda s, f: checkpoint(f)["agent.encoder.bias"].tolist()),
+    "minibatch_size": (192, updates),
+    "bptt_horizon": (4, heads),
+    "update_epochs": (2, updates),
+    "gamma": (0.5, heads),
+    "gae_lambda": (0.5, heads),
+    "rho_clip": (0.5, heads),
+    "c_clip": (0.5, heads),
+    "norm_adv": (False, heads),
+    "clip_coef": (1e-4, heads),
+    "vf_clip_coef": (1e-4, heads),
+    "ent_coef": (0.5, heads),
+    "end_ent_coef": (0.0, lambda s, f: np.ptp(scalars(f)["losses/ent_coef"]) > 0),
+    "vf_coef": (5.0, heads),
+    "max_grad_norm": (1e-3, heads),
+    "prio_alpha": (0.7, heads),
+    "threads": (2, lambda s, f: s["device"]),
+    "log_every": (1e9, lambda s, f: len(scalars(f)["charts/SPS"])),
+    "eval_every": (0.05, lambda s, f: len(scalars(f)["eval/score_mean"]) > 1),
+    "eval_episodes": (12, lambda s, f: s["eval_episodes"]),
+    "video": (True, lambda s, f: (f / "videos" / "metta.gif").exists()),
+    "profile": (True, lambda s, f: (f / "profile.json").exists()),
+}
+ELSEWHERE = {  # have a test of their own
+    "easy", "rewards", "reward_scale", "device", "max_seconds", "run_dir", "preset", "env_config", "vec_env",
+    "num_workers", "async_factor",
+    "grad_accumulation", "target_kl", "prio_beta0", "bf16", "fp16", "tf32", "compile", "compile_mode", "cudagraph",
+    "sdpa", "checkpoint_every", "resume", "evaluate", "render", "wandb",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[dict, Path]:
+    folder = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        for rules in ppo_metta.VARIANTS.values():
+            patch.setitem(rules, "max_steps", 100)
+        return main(Args(**QUICK | {"run_dir": str(folder), "run_name": "run"})), folder / "run"
+
+
+def test_no_flag_is_without_a_test() -> None:
+    assert {field.name for field in dataclasses.fields(Args)} == set(FLAGS) | ELSEWHERE
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_changes_what_it_says(run, plain, flag) -> None:
+    value, look = FLAGS[flag]
+    sizes = {"instances": 768, "agents": 768, "num_envs": 768, "env_id": 512}
+    more = {"batch_size": sizes[flag], "minibatch_size": 64} if flag in sizes else {}
+    assert look(*run(**more | {flag: value})) != look(*plain)
+
+
+@pytest.mark.parametrize("preset", ["original", "ultra-fast"])
+def test_presets_have_mettas_sizes_and_flags_override_them(preset) -> None:
+    args = resolve(Args(device="cpu", preset=preset), CPU)
+    sizes = args.num_envs, args.batch_size, args.minibatch_size, args.bptt_horizon, args.async_factor
+    expected = (64, 16_384, 512, 64, 1) if preset == "original" else (512, 262_144, 32_768, 32, 8)
+    assert sizes == expected and args.env_id == "MettaNavigation-v0"
+    assert ppo_metta.with_sizes(args, 4 * args.num_envs, 1000) == args
+    assert resolve(Args(device="cpu", preset=preset, learning_rate=1.0), CPU).learning_rate == 1.0
+
+
+def test_default_sizes_follow_the_number_of_agents() -> None:
+    for num_envs, agents, parts in ((256, 6, 1), (7, 4, 1), (192, 8, 2)):
+        args = resolve(Args(device="cpu", num_envs=num_envs, grad_accumulation=parts), CPU)
+        args = ppo_metta.with_sizes(args, agents * num_envs, 1000)
+        assert args.batch_size == num_envs * agents * args.bptt_horizon
+        assert args.batch_size / args.minibatch_size in (7, 8)
+
+
+def test_rules_reach_the_games() -> None:
+    args = resolve(Args(**(QUICK | dict(easy=False, rewards="hearts"))), CPU)
+    easy, hard = (Games(args, 1, CPU, 0).games.rules for args in (resolve(Args(device="cpu"), CPU), args))
+    assert (easy.easy, easy.rewards, hard.easy, hard.rewards) == (True, "shaped", False, "hearts")
+
+
+# ------------------------------------------------------------------------------------------------ the real game
+
+
+@pytest.mark.games
+@REAL
+def test_the_real_mettagrid_learns_in_workers_and_here(run, capsys) -> None:
+    flags = dict(env_id="mettagrid", num_envs=4, batch_size=32 * 16, minibatch_size=128, async_factor=2)
+    for workers in (0, 2):
+        summary, folder = run(num_workers=workers, **flags | {"total_timesteps": 32 * 16 * 20, "video": workers == 0})
+        assert summary["env_steps"] == 32 * 16 * 20 and checkpoint(folder)["agent.heads.bias"].shape == (6,)
+        assert scalars(folder)["charts/score"][-1] > 0 and max(scalars(folder)["charts/episodic_length"]) <= 256
+    assert "was written" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run(env_config="nowhere:nothing", **flags)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "nowhere" in said
+
+
+def test_the_real_mettagrid_missing_is_one_line(run, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "mettagrid.config.action_config", None)
+    monkeypatch.delitem(sys.modules, "envs.real_mettagrid", raising=False)
+    with pytest.raises(SystemExit):
+        run(env_id="mettagrid", num_workers=0)
+    assert "pip install mettagrid" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ what a run leaves
+
+
+def test_summary_and_tensorboard(run) -> None:
+    summary, folder = run(eval_every=0.05, total_timesteps=384 * 10)
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    expected = "script device precision compiled cudagraph sdpa env_steps wall_seconds env_steps_per_second "
+    expected += "updates_per_second samples_per_second replay_ratio rollout_fraction train_fraction peak_memory_gib "
+    expected += "eval_score_mean eval_score_median eval_score_max eval_episodes torch git_commit"
+    assert set(expected.split()) <= set(summary)
+    assert json.loads((folder / "args.json").read_text())["num_envs"] == 4
+    assert summary["replay_ratio"] == 1
+    assert summary["rollout_fraction"] + summary["train_fraction"] == pytest.approx(1)
+    expected = "charts/SPS charts/score charts/episodic_return charts/episodic_length charts/updates_per_second "
+    expected += "charts/samples_per_second charts/replay_ratio losses/pg_loss losses/v_loss losses/entropy "
+    expected += "losses/approx_kl losses/clipfrac losses/explained_variance losses/skipped_updates eval/score_mean "
+    expected += "perf/act_ms perf/env_ms perf/store_ms perf/learn_ms perf/log_ms perf/rollout_fraction perf/warmup_s"
+    assert set(expected.split()) <= set(scalars(folder))
+
+
+def test_evaluation_does_not_count_into_speed(run, monkeypatch) -> None:
+    fast = run(run_name="fast")[0]["env_steps_per_second"]
+    evaluate = ppo_metta.evaluate
+    monkeypatch.setattr(ppo_metta, "evaluate", lambda *a: time.sleep(0.5) or evaluate(*a))
+    summary, _ = run(eval_every=0.01)
+    assert summary["env_steps_per_second"] > fast / 3 and summary["wall_seconds"] > 1
+
+
+def test_checkpoints_on_the_way(run, monkeypatch) -> None:
+    saves, save = [], ppo_metta.save_checkpoint
+    monkeypatch.setattr(ppo_metta, "save_checkpoint", lambda *a: saves.append(0) or save(*a))
+    run(checkpoint_every=0.01)
+    assert len(saves) > 2
+
+
+def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> None:
+    summary, folder = run()
+    args = Args(**QUICK | {"evaluate": str(folder)})
+    assert main(args)["eval_score_mean"] == summary["eval_score_mean"] and not (folder / "videos").exists()
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    main(dataclasses.replace(args, render=True))
+    assert "\033[H" in capsys.readouterr().out
+
+
+def test_the_command_line_takes_over_the_flags_of_a_checkpoint(run, monkeypatch) -> None:
+    _, folder = run()
+    monkeypatch.setattr(sys, "argv", ["ppo_metta.py", "--resume", str(folder), "--total-timesteps", "4000"])
+    args = ppo_metta.parse()
+    assert (args.bptt_horizon, args.total_timesteps, args.resume) == (8, 4000, str(folder))
+
+
+def test_a_copied_script_runs_alone(tmp_path) -> None:
+    shutil.copytree(ROOT / "envs", tmp_path / "envs")
+    shutil.copy(ROOT / "ppo_metta.py", tmp_path / "mine.py")
+    command = "mine.py --max-seconds 4 --eval-episodes 6 --device cpu --num-envs 16 --batch-size 3072 --hidden-size 16 "
+    command += "--minibatch-size 1536 --no-video --threads 1"
+    done = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("runs/mine__1__*/summary.json")) and "--evaluate runs/mine__1__" in done.stdout
+
+
+@pytest.mark.parametrize("vec_env", ["device", "subproc"])
+def test_control_c_saves_and_exits_0(tmp_path, vec_env) -> None:
+    command = [sys.executable, "ppo_metta.py", "--run-dir", str(tmp_path), "--run-name", "run", "--device", "cpu"]
+    command += f"--num-envs 16 --batch-size 3072 --minibatch-size 1536 --threads 1 --vec-env {vec_env}".split()
+    command += "--num-workers 2 --log-every 0.1".split()
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, **streams) as process:
+        while "SPS" not in process.stdout.readline():
+            pass
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: workers too
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and not err, err
+    assert f"--resume {tmp_path / 'run'}" in out and (tmp_path / "run/checkpoint.pt").exists()
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+BAD = [
+    *({name: 0} for name in "num_envs batch_size minibatch_size hidden_size threads bptt_horizon log_every".split()),
+    *({name: 0} for name in "update_epochs grad_accumulation action_repeat async_factor".split()),
+    *({name: -1} for name in "total_timesteps max_seconds num_envs batch_size eval_every num_workers seed".split()),
+    *({name: 0.0} for name in "learning_rate target_kl max_grad_norm vf_coef".split()),
+    *({name: 1.5} for name in "gamma gae_lambda prio_beta0".split()),
+    {"learning_rate": math.nan}, {"ent_coef": math.inf}, {"learning_rate": -1e-3},
+    {"batch_size": 400}, {"minibatch_size": 100}, {"minibatch_size": 72},
+    {"batch_size": 24 * 104}, {"num_workers": 5, "vec_env": "subproc"}, {"size": 5}, {"instances": 5}, {"agents": 900},
+    {"num_envs": 4, "num_workers": 3, "vec_env": "subproc"}, {"env_config": "a:b"},
+    {"vec_env": "device", "env_id": "mettagrid"}, {"render": True},
+    {"bf16": True, "fp16": True}, {"compile_mode": "max-autotune", "cudagraph": True, "compile": True},
+    {"hidden_size": 30, "network": "token-attention"},
+    {"minibatch_size": 96, "grad_accumulation": 5},
+    {"resume": "nowhere"}, {"evaluate": "nowhere"}, {"resume": "latest"}, {"run_dir": "/proc/nowhere"},
+    pytest.param({"device": "cuda"}, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs no CUDA")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", BAD, ids=str)
+def test_bad_values_are_refused_in_one_line(flags, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"run_dir": str(tmp_path / "runs")} | flags))
+    said = capsys.readouterr().err
+    flag = next(iter(flags))
+    assert error.value.code == 2 and said.count("\n") == 1 and f"--{flag.replace('_', '-')}" in said, said
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_sizes_that_do_not_divide_name_the_nearest_that_does(tmp_path, capsys) -> None:
+    for flags, works in (({"batch_size": 400}, "384 works"), ({"minibatch_size": 100}, "96 works")):
+        with pytest.raises(SystemExit):
+            main(Args(**QUICK | {"run_dir": str(tmp_path)} | flags))
+        assert works in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["resume", "evaluate"])
+def test_broken_and_foreign_checkpoints_are_refused(run, capsys, tmp_path, monkeypatch, flag) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, folder = run()
+    torch.save({"script": "dqn_snake"}, "foreign.pt")
+    Path("truncated.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:5000])
+    for name in ("foreign.pt", "truncated.pt"):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as error:
+            main(Args(**QUICK | {"run_dir": str(tmp_path), flag: name}))
+        said = capsys.readouterr().err
+        assert error.value.code == 2 and said.count("\n") == 1 and f"--{flag} {name}" in said, said
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"run_dir": str(tmp_path), flag: str(folder), "hidden_size": 64}))
+    assert error.value.code == 2 and "as they were" in capsys.readouterr().err
+
+
+def test_wandb_missing_is_one_line(run, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit):
+        run(wandb=True)
+    assert "pip install wandb" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ learning
+
+
+@pytest.mark.slow
+def test_it_learns_in_a_minute(tmp_path, monkeypatch) -> None:
+    """A random player visits 0.85 altars of an episode of the whole length, this one nearly 3 after 300,000 steps."""
+    monkeypatch.delitem(ppo_metta.VARIANTS["MettaNavigation-v0"], "max_steps")
+    quick = dict(total_timesteps=300_000, eval_episodes=64, eval_every=0, video=False, device="cpu", threads=1)
+    assert main(Args(env_id="MettaNavigation-v0", run_dir=str(tmp_path), **quick))["eval_score_mean"] > 1.7
