@@ -867,9 +867,6 @@ def write_env(values: dict[str, str]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-TABLES = {name: globals()[f"table_{name.replace('-', '_')}"] for name in SUITES["all"]}
-
-
 # ------------------------------------------------------------------------------------------------- the arena
 
 
@@ -929,6 +926,9 @@ def table_metta(options: Options, device: torch.device) -> tuple[str, dict]:
         raw[name] = [metta_hearts(number, scripted, **rules) for scripted in (False, True)]
         rows.append([name, *(f"{hearts:.2f}" for hearts in raw[name])])
     return table(f"{number} agents' episodes | random | scripted: the nearest thing of use", rows), {"hearts": raw}
+
+
+TABLES = {name: globals()[f"table_{name.replace('-', '_')}"] for name in SUITES["all"]}
 
 
 # ------------------------------------------------------------------------------------------ pictures, files, gate
