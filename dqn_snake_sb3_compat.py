@@ -46,7 +46,7 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
-import envs as games
+from envs.snake import VARIANTS
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31 - 1
@@ -235,7 +235,7 @@ def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> list
         envs = [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(num_envs)]
     except (gym.error.Error, ImportError, TypeError, ValueError) as error:
         board = f" --board {args.board}" if args.board else ""
-        refuse(f"--env-id {args.env_id}{board}: {error}; {', '.join(games.VARIANTS)} and Gymnasium's ids work")
+        refuse(f"--env-id {args.env_id}{board}: {error}; {', '.join(VARIANTS)} and Gymnasium's ids work")
     observations, actions = envs[0].observation_space, envs[0].action_space
     if not isinstance(observations, gym.spaces.Box) or not isinstance(actions, gym.spaces.Discrete) or actions.start:
         refuse(f"--env-id {args.env_id}: needs Box observations and Discrete actions, not {observations} and {actions}")
