@@ -750,11 +750,15 @@ def sb3_learn(seed: int) -> list[float]:
 
 
 def table_sb3_learn(options: Options, device: torch.device) -> tuple[str, dict]:
-    """CartPole-v1 learned for 50,000 steps by both, with the same tuned hyperparameters: mean return, 500 at most."""
+    """CartPole-v1 learned for 50,000 steps by both, with the same tuned hyperparameters: mean return, 500 at most.
+
+    DQN's last policy is a lottery here, so there are ten tickets.
+    """
     flags = "--env-id CartPole-v1 --total-timesteps 50000 --eval-every 0 --threads 1 "
     flags += " ".join(f"--{name.replace('_', '-')} {value}" for name, value in TUNED.items())
     rows, raw = [], {"ours": [], "ours, `--compile`": [], "SB3": []}
-    for seed in options.seeds:
+    seeds = range(1, 3 if options.fast else 11)
+    for seed in seeds:
         for name, more in (("ours", ""), ("ours, `--compile`", " --compile")):
             one = run(f"{flags} --seed {seed}{more}", options, "dqn_snake_sb3_compat.py")
             raw[name].append([one["wall_seconds"], one["eval_score_mean"]])
@@ -763,11 +767,10 @@ def table_sb3_learn(options: Options, device: torch.device) -> tuple[str, dict]:
     for name, found in raw.items():
         seconds, scores = map(list, zip(*found))
         compared[name] = ratios(peer, seconds)
-        scores = " · ".join(f"{score:.0f}" for score in scores)
-        rows.append([name, scores, spread(seconds, 1), spread(compared[name], 1)])
+        each = " · ".join(f"{score:.0f}" for score in sorted(scores))
+        rows.append([name, each, f"{statistics.mean(scores):.0f}", spread(seconds, 1), spread(compared[name], 1)])
     del compared["SB3"]
-    seeds = " · ".join(map(str, options.seeds))
-    text = table(f"who | mean return of 100 games, seeds {seeds} | seconds | SB3's seconds to these", rows)
+    text = table("who | mean return of 100 games, a seed each | mean | seconds | SB3's seconds to these", rows)
     return text, {"runs": raw, "ratios": compared}
 
 
