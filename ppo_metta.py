@@ -666,12 +666,12 @@ class Agent(nn.Module):
             else BoxCNN(see, games.window, width, device) if args.network == "box-cnn"
             else TokenAttention(see, width, sdpa, device)
         )  # fmt: skip
-        cells = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}
-        self.cell = cells[args.rnn](width, width, device=device) if args.rnn in cells else None
+        kinds = {"lstm": nn.LSTM, "gru": nn.GRU}
+        self.rnn = kinds[args.rnn](width, width, device=device) if args.rnn in kinds else None
         self.state_size = width * {"lstm": 2, "gru": 1, "none": 0}[args.rnn]
         self.heads = nn.Linear(width, games.num_actions + 1, device=device)  # the policy's logits, then the value
         for name, weight in self.named_parameters():
-            if name.startswith("cell.weight"):
+            if name.startswith("rnn.weight"):
                 nn.init.orthogonal_(weight)
         nn.init.orthogonal_(self.heads.weight[:-1], 0.01)
         nn.init.orthogonal_(self.heads.weight[-1:], 1.0)
@@ -679,16 +679,22 @@ class Agent(nn.Module):
 
     def forward(self, tokens: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x = self.encoder(tokens.flatten(0, 1)).unflatten(0, tokens.shape[:2])
-        if self.cell is not None:
-            hidden = []
-            for step, keep in zip(x, (~reset).to(state.dtype)[..., None]):
-                state = state * keep
-                if isinstance(self.cell, nn.LSTMCell):
-                    state = torch.cat(self.cell(step, state.chunk(2, 1)), 1)
+        if self.rnn is not None:
+            # Memory is lost where an episode begins, so the layer, which takes many steps in one call, is stopped there:
+            # on a CPU where one does (a third of the loop's time), on a GPU, which could only ask, at every step.
+            cuts = range(1, len(x)) if x.is_cuda else (reset[1:].any(1).nonzero().flatten() + 1).tolist()
+            parts = []
+            for start, end in pairwise([0, *cuts, len(x)]):
+                state = (state * ~reset[start, :, None])[None]
+                if isinstance(self.rnn, nn.LSTM):
+                    hidden, cell = state.chunk(2, 2)
+                    part, state = self.rnn(x[start:end], (hidden.contiguous(), cell.contiguous()))
+                    state = torch.cat(state, 2)
                 else:
-                    state = self.cell(step, state)
-                hidden.append(state[:, : x.shape[2]])
-            x = torch.stack(hidden)
+                    part, state = self.rnn(x[start:end], state)
+                state = state[0]
+                parts.append(part)
+            x = torch.cat(parts)
         *logits, value = self.heads(x).float().split([self.heads.out_features - 1, 1], 2)
         return logits[0], value.squeeze(2), state.float()
 

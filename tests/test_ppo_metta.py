@@ -226,7 +226,7 @@ def test_memory_against_torch_and_reset_at_the_start_of_episodes(rnn: str) -> No
     logits, value, after = agent(obs, state, never)
     if rnn != "none":
         layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[rnn](16, 16)
-        layer.load_state_dict({f"{name}_l0": weight for name, weight in agent.cell.state_dict().items()})
+        layer.load_state_dict(agent.rnn.state_dict())
         first = tuple(part[None].contiguous() for part in state.chunk(2, 1)) if rnn == "lstm" else state[None]
         hidden = layer(agent.encoder(obs.flatten(0, 1)).unflatten(0, (6, 12)), first)[0]
         expected = agent.heads(hidden)
@@ -580,7 +580,7 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "num_envs": (8, lambda s, f: checkpoint(f)["obs"].shape),
     "action_repeat": (2, lambda s, f: s["replay_ratio"]),
     "network": ("box-cnn", lambda s, f: "agent.encoder.convs.0.weight" in checkpoint(f)),
-    "rnn": ("gru", lambda s, f: checkpoint(f)["agent.cell.weight_ih"].shape),
+    "rnn": ("gru", lambda s, f: checkpoint(f)["agent.rnn.weight_ih_l0"].shape),
     "hidden_size": (24, lambda s, f: checkpoint(f)["agent.heads.weight"].shape),
     "learning_rate": (1e-2, heads),
     "anneal_lr": (False, lambda s, f: round(scalars(f)["losses/learning_rate"][-1], 6)),
