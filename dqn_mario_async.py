@@ -308,6 +308,50 @@ class QNetwork(nn.Module):
         return self.judge(self.see(obs))
 
 
+class Actor:
+    """`QNetwork` for one observation and one thread, in NumPy: less than half of PyTorch's price.
+
+    PyTorch takes 0.57 ms beside an emulator that takes 1.2: it converts layouts, and a call finds nothing of its own in
+    the caches. Here a convolution is a matrix product over all windows, channels last. The first works on cells of 4x4
+    pixels, so that its windows are 2 cells wide and the four pixels of a row move as one 32-bit number. A batch of 16
+    is faster in PyTorch.
+    """
+
+    def __init__(self, q_network: QNetwork, actions: int) -> None:
+        self.weights = {name: weight.detach().numpy() for name, weight in q_network.named_parameters()}
+        self.head = slice(actions)  # the value changes no choice
+        self.prepare()
+
+    def prepare(self) -> None:
+        """After the network's weights have changed: lay out the small ones anew. The large layer is used as it lies."""
+        q = self.weights
+        narrow, stack = q["conv1.weight"].shape[:2]
+        cells = q["conv1.weight"].reshape(narrow, stack, 2, 4, 2, 4).transpose(0, 1, 3, 5, 2, 4) / 255
+        kernels = {"conv1": cells.reshape(narrow, -1, 2, 2), "conv2": q["conv2.weight"], "conv3": q["conv3.weight"]}
+        self.layers = [
+            (kernel.shape[2], stride, kernel.transpose(2, 3, 1, 0).reshape(-1, len(kernel)), q[f"{name}.bias"])
+            for (name, kernel), stride in zip(kernels.items(), (1, 2, 1))
+        ]
+
+    def __call__(self, obs: np.ndarray) -> np.ndarray:
+        """Values (actions,) of one observation (stack, size, size), all of them off by the same number."""
+        q, side = self.weights, obs.shape[1] // 4
+        x = obs[:, : 4 * side, : 4 * side].view(np.uint32).reshape(-1, side, 4, side)
+        x = np.ascontiguousarray(x.transpose(1, 3, 0, 2)).view(np.uint8).reshape(side, side, -1)
+        for width, stride, kernel, bias in self.layers:
+            down, across, one = x.strides
+            side = (len(x) - width) // stride + 1
+            shape, strides = (side, side, width, width * x.shape[2]), (stride * down, stride * across, down, one)
+            x = np.lib.stride_tricks.as_strided(x, shape, strides).reshape(side * side, -1)
+            x = x.astype(np.float32, copy=False) @ kernel
+            x += bias
+            x = np.maximum(x, 0, out=x).reshape(side, side, -1)
+        x = q["hidden.weight"] @ x.transpose(2, 0, 1).ravel() + q["hidden.bias"]
+        x -= x.mean()
+        x = np.maximum(x / math.sqrt(x @ x / len(x) + 1e-5) * q["norm.weight"] + q["norm.bias"], 0)
+        return q["head.weight"][self.head] @ x + q["head.bias"][self.head]
+
+
 # ------------------------------------------------------------------------------------------------ the algorithm
 
 
@@ -459,6 +503,7 @@ class Collector:
         self.q_network = QNetwork(args, torch.device("cpu")).requires_grad_(False)
         self.weights, self.version = broadcast.slots[0].clone(), -1
         vector_to_parameters(self.weights, self.q_network.parameters())  # which are now views of it
+        self.actor = Actor(self.q_network, args.actions) if args.envs_per_collector == 1 else None
         self.end_e, self.rng = end_epsilons(args, number), np.random.default_rng((args.seed, start))
         self.since = 0
 
@@ -469,10 +514,16 @@ class Collector:
         began = now()
         if self.broadcast.version.item() != self.version:
             self.version, ring.using.numpy()[0] = self.broadcast.fetch(self.weights)
+            if self.actor:
+                self.actor.prepare()
         epsilon = epsilon_at(self.broadcast.progress.item(), args.start_e, self.end_e, args.exploration_fraction)
-        action = self.q_network(torch.from_numpy(self.obs)).argmax(1).numpy()
-        random = self.rng.integers(args.actions, size=len(action))
-        action = np.where(self.rng.random(len(action)) < epsilon, random, action)
+        action = self.rng.integers(args.actions, size=len(self.obs))
+        greedy = self.rng.random(len(action)) >= epsilon
+        if greedy.any():  # who explores needs no network
+            if self.actor:
+                action[0] = self.actor(self.obs[0]).argmax()
+            else:
+                action[greedy] = self.q_network(torch.from_numpy(self.obs[greedy])).argmax(1)
         frame, acted = self.obs[:, -1].copy(), now()
         _, reward, terminated, truncated, info = self.envs.step(action)
         played = now()
@@ -483,10 +534,10 @@ class Collector:
             "reward": reward,
             "end": np.where(terminated, TERMINATED, np.where(truncated, TRUNCATED, GOES_ON)),
             "length": info["length"],
-            "episode": np.stack([info[name] for name in EPISODE], 1),
+            "episode": np.array([info[name] for name in EPISODE]).T,
             "since": self.since,
         }
-        ring.alive.fill_(time.monotonic())
+        ring.alive.numpy()[0] = time.monotonic()
         self.since += 1
         first, waited = now(), 0.0
         while not ring.push(block | {"seconds": (waited, acted - began, played - acted)}):
