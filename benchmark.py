@@ -1059,7 +1059,8 @@ def table_mario_env(options: Options, device: torch.device) -> tuple[str, dict]:
     }
     real, long, missing = {}, 1 if options.fast else 4, no_real_game()
     if not missing:
-        flags = f"{QUICK} --env-id SuperMarioBros --num-collectors 1 --noop-max 0 --max-seconds {12 if options.fast else 18}"
+        flags = f"{QUICK} --max-seconds {12 if options.fast else 18} --num-collectors 1 --noop-max 0 "
+        flags += "--env-id SuperMarioBros"
         real = {
             "bare emulator": lambda: apart(bare_rate, True, seconds=long, refresh=False),
             "bare emulator, its library refreshing the RAM": lambda: apart(bare_rate, True, seconds=long, refresh=True),
@@ -1140,7 +1141,7 @@ def table_mario_learn(options: Options, device: torch.device) -> tuple[str, dict
     On the way: the first evaluation after that time, 10 games on unseen levels, and the collectors' own games on
     training levels at the same time, which explore. At the end: 100 greedy games on unseen and 100 on training levels.
     """
-    flags = "--max-seconds 60 --eval-every 20" if options.fast else "--max-seconds 900"
+    flags = "--max-seconds 30 --eval-every 10" if options.fast else "--max-seconds 900"
     times, rows, raw = (1, 5), [], []
     for seed in options.seeds:
         one = run(f"{flags} --seed {seed}", options, MARIO)
@@ -1166,7 +1167,7 @@ def table_mario_real(options: Options, device: torch.device) -> tuple[str, dict]
     if missing := no_real_game():
         return missing, {}
     games, times = (5, (1,)) if options.fast else (100, (1, 5, 10, 20))
-    flags = f"--env-id SuperMarioBros --max-seconds {90 if options.fast else 1800} --eval-episodes {games}"
+    flags = f"--env-id SuperMarioBros --max-seconds {40 if options.fast else 1800} --eval-episodes {games}"
     one = run(flags, options, MARIO)
     curve, (flag, distance) = (
         readings(one["run"], "eval/distance_mean"),

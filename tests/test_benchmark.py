@@ -576,7 +576,8 @@ def test_games_of_mario_are_measured() -> None:
 
 
 @pytest.mark.games
-def test_the_real_emulator_is_measured() -> None:
+def test_the_real_emulator_is_measured(monkeypatch) -> None:
+    monkeypatch.setattr(benchmark, "ROOT", ROOT)
     if missing := benchmark.no_real_game():
         pytest.skip(missing)
     assert benchmark.apart(benchmark.bare_rate, True, seconds=0.1, refresh=True) > 50

@@ -457,7 +457,7 @@ def test_exploring_asks_no_network(games: int, monkeypatch) -> None:
     monkeypatch.setattr(broadcast, "fetch", lambda _: (0, 0))
     for _ in range(16):
         collector.step()
-    assert len(ring.fields["action"].unique()) == args.actions
+    assert len(ring.fields["action"].unique()) > 3
 
 
 # ------------------------------------------------------------------------------------------------ collectors
