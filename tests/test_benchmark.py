@@ -550,7 +550,8 @@ def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatc
     assert "| 16 | 100 (100–100) | 100 (100–100) |" in text and raw["ratios"]["a collector"] == [0.2, 0.2]
     text, raw = benchmark.table_mario_async(options, CPU)
     assert raw["asked"] == 1.5 and raw["ratios"]["in turn"] == [1.6, 1.6]
-    assert "| beside each other | 8,000 (8,000–8,000) | 0.50 | 2,667 (2,667–2,667) | 1.60 (1.60–1.60) | 25% |" in text
+    assert "| beside each other | 8,000 (8,000–8,000) | 0.50 | 2,667 (2,667–2,667) |  | 25% |" in text
+    assert "| in turn | 5,000 (5,000–5,000) | 0.50 | 1,667 (1,667–1,667) | 1.60 (1.60–1.60) | 25% | 700 |" in text
     text, raw = benchmark.table_mario_learn(options, CPU)
     assert (
         "| 2 | 30%, 10% | 70%, 60% | 90% | 100% | 900 | 5,000 | 0.50 | 10 | 0.050 |" in text and len(raw["runs"]) == 2
