@@ -1060,8 +1060,8 @@ def main(args: Args) -> dict:
         if not args.checkpoint_replay:
             owed = 0.0  # nothing to pay it from
             print("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
-    first_step, first_update = logged_step, logged_update = global_step, updates
-    scores, waits, seen, seen_in_all = {}, deque(maxlen=100_000), Counter(), Counter()
+    first_step, scores, waits = global_step, {}, deque(maxlen=100_000)
+    seen, seen_in_all = Counter(), Counter()  # since the last log, and until then
     writer = SummaryWriter(folder, purge_step=global_step)
     writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
     precision = str(dtype).removeprefix("torch.")
@@ -1116,7 +1116,7 @@ def main(args: Args) -> dict:
 
     def log() -> None:
         seconds = watch.read()
-        steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values()) or math.inf
+        steps, learns, wall = seen["blocks"] * games, seen["updates"], sum(seconds.values()) or math.inf
         counts, ended, blocks = collected(seen), max(seen["games"], 1), max(seen["blocks"], 1)
         distance, flags, score, length, returned = (seen[name] / ended for name in EPISODE)
         loss, q, skipped, in_a_row = learned.tolist()
@@ -1197,9 +1197,9 @@ def main(args: Args) -> dict:
             ended = block["episode"][block["end"] != GOES_ON]
             wait, act, env = block["seconds"].sum(0).tolist()
             waits.extend(block["seconds"][:, 0].tolist())
-            seen.update(dict(zip(EPISODE, ended.sum(0).tolist())) | {"games": len(ended), "blocks": blocks, "reads": 1})
-            seen.update({"wait": wait, "act": act, "env": env, "fill": blocks / ring.blocks})
-            seen["age"] += max(updates - ring.using.item(), 0)
+            seen.update(dict(zip(EPISODE, ended.sum(0).tolist())), games=len(ended), blocks=blocks, reads=1)
+            age = max(updates - ring.using.item(), 0)
+            seen.update(wait=wait, act=act, env=env, fill=blocks / ring.blocks, age=age)
             ring.release(blocks)
             new += blocks * games
         return new
@@ -1271,6 +1271,7 @@ def main(args: Args) -> dict:
                 update()
                 owed -= samples
                 updates += 1
+                seen["updates"] += 1
                 if updates % args.target_network_frequency == 0:
                     torch._foreach_lerp_(target_weights, weights, args.tau)
                 if updates % args.sync_every == 0:
@@ -1283,7 +1284,6 @@ def main(args: Args) -> dict:
             # 4 log, evaluate, save
             if due("log"):
                 log()
-                logged_step, logged_update = global_step, updates
                 watch.mark("log")
             if due("eval"):
                 scores = evaluate(q_network, args, max(args.eval_episodes // 10, 1), device)
@@ -1316,7 +1316,7 @@ def main(args: Args) -> dict:
         profiler.export_chrome_trace(str(folder / "profile.json"))
         longest = profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=30)
         (folder / "profile.txt").write_text(longest)
-    steps, learns = global_step - first_step, updates - first_update
+    steps, learns = global_step - first_step, seen_in_all["updates"]
     summary = {
         "script": SCRIPT,
         **machine(device),
