@@ -10,6 +10,9 @@ Suites, with their tables, and how long they take on two cores:
     snake: env, act, train, update: the game, with the network, learning, the learner   14 minutes
     sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py beside the original       30 minutes
     metta: hearts of random and of scripted players, that agents are measured by         5 minutes
+    mario: mario-env, mario-async: games, emulator and collectors; beside learning      14 minutes
+    mario-learn: flags after 1, 5 and 15 minutes, three seeds                           50 minutes
+    mario-real: how far the real 1-1 is played after up to half an hour of it           35 minutes
     switches: every switch alone and together                                           40 minutes
     scaling: cost as games, batch and board grow                                        25 minutes
     learn: score after one, two and ten minutes, three seeds                            55 minutes
@@ -53,7 +56,10 @@ from gymnasium.utils.performance import benchmark_vector_step
 from gymnasium.vector import SyncVectorEnv
 
 import dqn_snake
+from envs import mario
+from envs.mario import UNSEEN_LEVELS, MarioBatch, MarioGame
 from envs.metta import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE, VARIANTS, MettaArena, Thing
+from envs.smb import NesGame, SuperMarioBrosBatch
 from envs.snake import SnakeBatch, SnakeEnv, SnakeVectorEnv
 
 ROOT = Path(__file__).parent
@@ -61,7 +67,8 @@ PLAIN = {"OPTIMAL_BATCH_SIZE": "32", "USE_TORCH_COMPILE": "false", "USE_FLASH_AT
 # dqn_snake_sb3_compat.py's settings while it is measured, so that a .env changes nothing
 QUICK = "--eval-every 0 --eval-episodes 1"  # of runs that are measured for speed
 SUITES = {"snake": ["env", "act", "train", "update"], "sb3": ["sb3-speed", "sb3-learn", "sweep"]}
-SUITES |= {name: [name] for name in ("metta", "switches", "scaling", "learn", "time-to-score")}
+SUITES |= {"mario": ["mario-env", "mario-async"]}
+SUITES |= {name: [name] for name in "metta mario-learn mario-real switches scaling learn time-to-score".split()}
 SUITES |= {"all": [table for tables in SUITES.values() for table in tables]}
 
 
@@ -156,10 +163,14 @@ def run(flags: str, options: Options, script: str = "dqn_snake.py") -> dict:
     return json.loads((folder / "summary.json").read_text()) | {"flags": flags, "run": folder.name}
 
 
-def apart(function: Callable, **arguments: Any) -> Any:
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+def apart(function: Callable, one_core: bool = False, **arguments: Any) -> Any:
     """What `function` of this file returns in a process of its own: no peer shares threads or memory with another."""
+    env = os.environ | (ONE_THREAD if one_core else {})
     code = f"import json, benchmark; print(json.dumps(benchmark.{function.__name__}(**{arguments!r})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         missing = re.search("No module named '([^']+)'", done.stderr)
         if missing:
@@ -929,6 +940,249 @@ def table_metta(options: Options, device: torch.device) -> tuple[str, dict]:
         raw[name] = [metta_hearts(number, scripted, **rules) for scripted in (False, True)]
         rows.append([name, *(f"{hearts:.2f}" for hearts in raw[name])])
     return table(f"{number} agents' episodes | random | scripted: the nearest thing of use", rows), {"hearts": raw}
+
+
+# ------------------------------------------------------------------------------------------------- Mario
+
+MARIO = "dqn_mario_async.py"
+
+
+def mario_jumper(game: MarioGame) -> int:
+    """Run, jump before gaps, walls and walkers, hold to the top, brake before landing on the near side of a walker."""
+    front, feet = game.x + mario.WIDTH, (game.y + mario.HEIGHT - 1) >> 8
+
+    def ahead(tiles: float, row: int) -> int:
+        return game.level.grid[(front + int(256 * tiles)) >> 8 << 4 | row]
+
+    walkers = [x - game.x for x in game.visible() if x > game.x]
+    if not game.grounded:
+        if game.vy > 0 and game.vx > 8 and any(160 < distance < 900 for distance in walkers):
+            return 6
+        return 4 if game.held and game.vy < 0 else 3
+    danger = any(ahead(tiles, mario.GROUND) == mario.ABYSS for tiles in (0, 0.5))
+    danger |= any(ahead(tiles, feet) >= mario.SOLID for tiles in (0, 1, 2))
+    danger |= feet == mario.GROUND - 1 and any(distance < 660 for distance in walkers)
+    return 4 if danger and not game.held else 3
+
+
+PLAYERS = {  # action by game; random ones are among the simple seven
+    "random": lambda game: random.randrange(7),
+    "right and run": lambda game: 3,
+    "a scripted jumper": mario_jumper,
+}
+
+
+def mario_games(player: str, games: int, real: bool = False) -> list[float]:
+    """Share of flags and mean distance in pixels over at least `games` games on unseen levels, or on the real 1-1."""
+    random.seed(1)
+    batch = SuperMarioBrosBatch(seed=1) if real else MarioBatch(10, seed=1, levels=UNSEEN_LEVELS)
+    batch.reset()
+    while batch.finished[0] < games:
+        batch.step(np.array([PLAYERS[player](game) for game in batch.games]))
+    finished, distance, flags = batch.finished[:3].tolist()
+    return [flags / finished, distance / finished]
+
+
+def mario_rates(widths: tuple[int, ...], seconds: float) -> list[float]:
+    """Agent steps per second of `MarioBatch` under random actions, by width."""
+    rates, rng = [], np.random.default_rng(1)
+    for width in widths:
+        envs, actions = MarioBatch(width, seed=1), rng.integers(7, size=(16, width))
+        envs.reset()
+        rates.append(rate_of(lambda: [envs.step(action) for action in actions], 16 * width, seconds))
+    return rates
+
+
+def bare_rate(seconds: float, refresh: bool) -> float:
+    """Agent steps per second of the emulator and what a step needs of it: 4 frames, the picture, a few bytes of RAM.
+
+    `refresh`: also the emulator library's own refresh of the whole RAM, by which one would usually get those bytes.
+    """
+    game, out, draw = NesGame(noop_max=0), np.zeros((84, 84), np.uint8), mario.Stream(1, 0)
+    game.start(draw)
+
+    def step() -> None:
+        game.play(mario.ACTIONS[draw(7)])
+        if refresh:
+            game.data.update_ram()
+        game.picture(out)
+        if game.dead or game.flag:
+            game.start(draw)
+
+    return rate_of(step, 1, seconds)
+
+
+def collector_rates(env_id: str, widths: tuple[int, ...], seconds: float) -> list[float]:
+    """Agent steps per second of a collector of dqn_mario_async.py on one core, by its number of games.
+
+    A reader empties its ring at no cost, and new weights come every 25 steps, about as often as in a run.
+    """
+    import dqn_mario_async as script
+
+    rates, cpu = [], torch.device("cpu")
+    for width in widths:
+        flags = {"env_id": env_id, "envs_per_collector": width, "num_collectors": 1, "noop_max": 0}
+        args = script.resolve(script.Args(device="cpu", **flags), cpu)
+        weights = torch.cat([weight.detach().flatten() for weight in script.QNetwork(args, cpu).parameters()])
+        ring, broadcast = script.Ring(args), script.Broadcast(weights)
+        broadcast.progress.fill_(0.5)  # exploration is what it is in the end
+        collector = script.Collector(args, 0, 0, ring, broadcast)
+
+        def work() -> None:
+            broadcast.version.add_(2)  # as if the slot that it reads held new weights
+            for _ in range(25):
+                collector.step()
+                ring.release(1)
+
+        rates.append(rate_of(work, 25 * width, seconds))
+    return rates
+
+
+def no_real_game() -> str:
+    """Why the real game cannot be played here; nothing where it can."""
+    try:
+        NesGame()  # an emulator is freed at once
+        return ""
+    except ValueError as error:
+        return f"The real game: not measured ({error})."
+
+
+def table_mario_env(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Games of Mario on one core: agent steps per second (4 frames each, 84x84 pictures).
+
+    First our own game by games at once, under random actions, and played by a collector of `dqn_mario_async.py`:
+    inference, exploration and pushing into its ring included. Then what players reach that learn nothing. Then the real
+    game: the emulator with the picture and the bytes of RAM that a step needs and nothing else, a collector alone, and
+    the collector of a run beside learning. "×" is to the bare emulator, within a round.
+    """
+    widths, seconds, games = ((16,), 0.5, 50) if options.fast else ((1, 4, 16, 64), 1.0, 1000)
+    calls = {
+        "game alone": lambda: apart(mario_rates, True, widths=widths, seconds=seconds),
+        "collector": lambda: apart(collector_rates, True, env_id="MarioLike-v0", widths=widths, seconds=seconds),
+    }
+    real, long, missing = {}, 1 if options.fast else 4, no_real_game()
+    if not missing:
+        flags = f"{QUICK} --max-seconds {12 if options.fast else 18} --num-collectors 1 --noop-max 0 "
+        flags += "--env-id SuperMarioBros"
+        real = {
+            "bare emulator": lambda: apart(bare_rate, True, seconds=long, refresh=False),
+            "bare emulator, its library refreshing the RAM": lambda: apart(bare_rate, True, seconds=long, refresh=True),
+            "a collector": lambda: apart(collector_rates, True, env_id="SuperMarioBros", widths=(1,), seconds=long)[0],
+            f"`{MARIO} {flags}`": lambda: run(flags, options, MARIO)["experience_rate"],
+        }
+    measured = in_turn(options, calls | real)
+    alone, played = (list(zip(*measured[name])) for name in calls)  # by width, then by round
+    rows = [[f"{width:,}", spread(alone[i]), spread(played[i])] for i, width in enumerate(widths)]
+    text = table("games | game alone | with a collector around it", rows) + "\n\n"
+    players = {player: apart(mario_games, player=player, games=games) for player in PLAYERS}
+    rows = [[player, f"{flag:.1%}", f"{distance:,.0f}"] for player, (flag, distance) in players.items()]
+    text += (
+        table(f"{games:,} games on unseen levels, easiest difficulty | flags | mean distance, pixels", rows) + "\n\n"
+    )
+    compared = {name: ratios(measured[name], measured["bare emulator"]) for name in real}
+    rows = [[name, spread(measured[name]), spread(compared[name], 2)] for name in real]
+    text += table("the real game, one core | agent steps/s | ×", rows) if real else missing
+    return text, {"widths": widths, "rates": measured, "players": players, "ratios": compared}
+
+
+def table_mario_async(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Collecting beside learning, and the same work in turn, at the replay ratio at which both cost the same.
+
+    16 games; one collector beside one thread that learns, or `--num-collectors 0` with one and with all threads. A
+    learner that falls behind learns from less per step than it was asked to, so what is compared is the steps that were
+    paid for: env steps/s, times the share of the asked replay ratio that was reached. "×" is how many times those of
+    the row the collector beside the learner makes, within a round. Produced = stored + dropped; waiting is what pushing
+    a step cost a collector at the 95th percentile.
+    """
+    base = f"{QUICK} --max-seconds {12 if options.fast else 18} --learning-starts 1000 --envs-per-collector 16"
+    flags = {"beside each other": "--num-collectors 1 --threads 1", "in turn": "--num-collectors 0 --threads 1"}
+    if (threads := torch.get_num_threads()) > 1 and not options.fast:
+        flags[f"in turn, {threads} threads"] = f"--num-collectors 0 --threads {threads}"
+    trial = run(f"{base} {flags['in turn']} --replay-ratio 1", options, MARIO)
+    asked = float(f"{trial['replay_ratio'] * (1 / trial['train_fraction'] - 1):.2g}")
+    calls = {
+        who: lambda how=how: run(f"{base} {how} --replay-ratio {asked}", options, MARIO) for who, how in flags.items()
+    }
+    measured = in_turn(options, calls)
+    paid = {
+        who: [one["env_steps_per_second"] * min(one["replay_ratio"] / asked, 1) for one in runs]
+        for who, runs in measured.items()
+    }
+    compared = {who: ratios(paid["beside each other"], rates) for who, rates in paid.items() if "turn" in who}
+    rows = []
+    for who, runs in measured.items():
+        row = [who, spread(column(runs, "env_steps_per_second")), f"{middle(runs, 'replay_ratio'):.2f}"]
+        row += [spread(paid[who]), spread(compared[who], 2) if who in compared else ""]
+        row += [f"{middle(runs, 'train_fraction'):.0%}"]
+        row += [f"{middle(runs, name):,.0f}" for name in ("produced", "stored", "dropped")]
+        row += [f"{middle(runs, 'producer_wait_ms_p95'):.3f}", f"{middle(runs, 'replay_kib_per_transition'):.2f}"]
+        rows.append(row)
+    header = "who | env steps/s | replay ratio | paid steps/s | × | learning | produced | stored | dropped | "
+    text = table(f"{header}wait p95, ms | KiB a transition", rows)
+    text += f"\n\nAll with `{MARIO} {base} --replay-ratio {asked}`, and " + ", ".join(
+        f"`{how}` ({who})" for who, how in flags.items()
+    )
+    return text + ".", {"asked": asked, "runs": measured, "ratios": compared}
+
+
+def readings(run: str, tag: str) -> list[list[float]]:
+    """[seconds since the start, value] of what a run of dqn_mario_async.py wrote to TensorBoard under `tag`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(ROOT / "runs" / run), size_guidance={"scalars": 0}).Reload()
+    warm = events.Scalars("perf/warmup_s")[0]
+    return [[point.wall_time - warm.wall_time + warm.value, point.value] for point in events.Scalars(tag)]
+
+
+def first_after(curve: list[list[float]], minutes: float) -> float:
+    """Value of the first reading after that time, or of the last."""
+    return next((value for seconds, value in curve if seconds >= 60 * minutes), curve[-1][1])
+
+
+def table_mario_learn(options: Options, device: torch.device) -> tuple[str, dict]:
+    """`dqn_mario_async.py` at its defaults, 15 minutes a seed: share of greedy games that reach the flag.
+
+    On the way: the first evaluation after that time, 10 games on unseen levels, and the collectors' own games on
+    training levels at the same time, which explore. At the end: 100 greedy games on unseen and 100 on training levels.
+    """
+    flags = "--max-seconds 30 --eval-every 10" if options.fast else "--max-seconds 900"
+    times, rows, raw = (1, 5), [], []
+    for seed in options.seeds:
+        one = run(f"{flags} --seed {seed}", options, MARIO)
+        one["curves"] = {tag: readings(one["run"], tag) for tag in ("eval/flags", "charts/flags")}
+        greedy, exploring = one["curves"].values()
+        raw.append(one)
+        row = [seed, *(f"{first_after(greedy, at):.0%}, {first_after(exploring, at):.0%}" for at in times)]
+        row += [f"{one['eval_flags']:.0%}", f"{one['eval_flags_seen']:.0%}", f"{one['eval_distance_mean']:,.0f}"]
+        row += [f"{one['env_steps_per_second']:,.0f}", f"{one['replay_ratio']:.2f}", f"{one['dropped']:,}"]
+        rows.append([*row, f"{one['producer_wait_ms_p95']:.3f}"])
+    flag, distance = apart(mario_games, player="random", games=1000)
+    rows.append(["random play", *[f"{flag:.0%}"] * 3, "", f"{distance:,.0f}", *[""] * 4])
+    header = "seed | after 1 minute: unseen, exploring | after 5 | end: unseen | end: training | distance, pixels | "
+    text = table(f"{header}env steps/s | replay ratio | dropped | wait p95, ms", rows)
+    return text, {"runs": raw, "random": [flag, distance]}
+
+
+def table_mario_real(options: Options, device: torch.device) -> tuple[str, dict]:
+    """The real level 1-1 for half an hour, one seed: mean distance in pixels over greedy games with no-op starts.
+
+    On the way 10 games each, at the end 100; random play over 100 beside it. The flag is 3,161 pixels away.
+    """
+    if missing := no_real_game():
+        return missing, {}
+    games, times = (5, (1,)) if options.fast else (100, (1, 5, 10, 20))
+    flags = f"--env-id SuperMarioBros --max-seconds {40 if options.fast else 1800} --eval-episodes {games}"
+    one = run(flags, options, MARIO)
+    curve = readings(one["run"], "eval/distance_mean")
+    flag, distance = apart(mario_games, True, player="random", games=games, real=True)
+    row = ["after training", *(f"{first_after(curve, at):,.0f}" for at in times), f"{one['eval_distance_mean']:,.0f}"]
+    row += [f"{one['eval_flags']:.0%}", f"{one['eval_distance_mean'] / distance:.1f}"]
+    rows = [row, ["random play", *[""] * len(times), f"{distance:,.0f}", f"{flag:.0%}", ""]]
+    header = " | ".join(f"after {at} minute{'s' * (at > 1)}" for at in times)
+    text = table(f"distance | {header} | end | flags at the end | × random play", rows)
+    text += f"\n\n`{MARIO} {flags}`: {one['env_steps']:,} steps, {one['env_steps_per_second']:,.0f} per second, replay "
+    text += f"ratio {one['replay_ratio']:.2f}, {one['dropped']:,} dropped."
+    return text, {"run": one, "curve": curve, "random": [flag, distance]}
 
 
 TABLES = {name: globals()[f"table_{name.replace('-', '_')}"] for name in SUITES["all"]}

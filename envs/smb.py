@@ -6,6 +6,7 @@ drives the emulator core below stable-retro's Gym layer. A process can hold one 
 
 import gc
 import importlib.util
+import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,10 @@ class NesGame:
         self.data = stable_retro.data.GameData()
         self.emulator.configure_data(self.data)
         self.emulator.step()
-        self.rows, self.columns = area_weights(224, size), np.ascontiguousarray(area_weights(240, size).T)
+        # Weights of rows repeat: at 84, every 8 rows of the screen make 3 of the picture in the same way.
+        self.groups = math.gcd(224, size)
+        self.rows = area_weights(224 // self.groups, size // self.groups)
+        self.columns = np.ascontiguousarray(area_weights(240, size).T)
         self.luma = np.array([0.299, 0.587, 0.114], np.float32)
         self._boot(path, world, stage)
         # A saved state costs 2 us and holds the RAM; the library's own refresh of it costs 80 to 160.
@@ -158,7 +162,8 @@ class NesGame:
     def picture(self, out: np.ndarray) -> None:
         """(size, size) uint8 gray: luma, then the mean over the area of each pixel."""
         gray = self.emulator.get_screen().reshape(-1, 3).astype(np.float32) @ self.luma
-        np.add(self.rows @ (gray.reshape(224, 240) @ self.columns), 0.5, out=out, casting="unsafe")
+        rows = (self.rows @ gray.reshape(self.groups, -1, 240)).reshape(self.size, 240)
+        np.add(rows @ self.columns, 0.5, out=out, casting="unsafe")
 
     def state(self) -> dict[str, Any]:
         """All that this game is: the emulator's saved state as a list of bytes."""

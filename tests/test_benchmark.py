@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import benchmark
+import dqn_mario_async
 import dqn_snake_sb3_compat as script
 from benchmark import Options, main, write_env
 
@@ -513,3 +514,85 @@ def test_pictures_are_drawn_from_the_files(tmp_path) -> None:
     (folder / "learn.json").write_text(json.dumps({"runs": [{"flags": "--max-seconds 600", "curve": [[1, 2]]}]}))
     benchmark.draw(CPU)
     assert {path.name for path in folder.glob("*.png")} == {"throughput.png", "time-to-score.png", "learning.png"}
+
+
+def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatch) -> None:
+    """And what they make of the numbers, with none of them measured."""
+    asked, calls = [], []
+    summary = {"experience_rate": 450.0, "env_steps": 5000, "env_steps_per_second": 5000.0, "replay_ratio": 0.5}
+    summary |= {"train_fraction": 0.25, "produced": 700, "stored": 690, "dropped": 10, "producer_wait_ms_p95": 0.05}
+    summary |= {
+        "replay_kib_per_transition": 7.0,
+        "eval_flags": 0.9,
+        "eval_flags_seen": 1.0,
+        "eval_distance_mean": 900.0,
+    }
+
+    def run(flags: str, options: Options, script: str) -> dict:
+        asked.append(flags)
+        beside = "--num-collectors 1" in flags
+        return summary | {"run": "none", "env_steps_per_second": 8000.0 if beside else 5000.0}
+
+    def apart(function, one_core=False, **arguments):
+        calls.append(function)
+        rates = {benchmark.bare_rate: 500.0, benchmark.mario_games: [0.25, 300.0]}
+        return rates.get(function) or [100.0] * len(arguments["widths"])
+
+    readings = {"eval/flags": [[65.0, 0.3], [310.0, 0.7], [900.0, 0.8]], "charts/flags": [[61.0, 0.1], [301.0, 0.6]]}
+    readings["eval/distance_mean"] = [[65.0, 400.0], [1700.0, 600.0]]
+    monkeypatch.setattr(benchmark, "run", run)
+    monkeypatch.setattr(benchmark, "apart", apart)
+    monkeypatch.setattr(benchmark, "readings", lambda run, tag: readings[tag])
+    monkeypatch.setattr(benchmark, "no_real_game", lambda: "")
+    options = Options(repeats=2)
+    text, raw = benchmark.table_mario_env(options, CPU)
+    assert "| a collector | 100 (100–100) | 0.20 (0.20–0.20) |" in text and "| random | 25.0% | 300 |" in text
+    assert "| 16 | 100 (100–100) | 100 (100–100) |" in text and raw["ratios"]["a collector"] == [0.2, 0.2]
+    text, raw = benchmark.table_mario_async(options, CPU)
+    assert raw["asked"] == 1.5 and raw["ratios"]["in turn"] == [1.6, 1.6]
+    assert "| beside each other | 8,000 (8,000–8,000) | 0.50 | 2,667 (2,667–2,667) |  | 25% |" in text
+    assert "| in turn | 5,000 (5,000–5,000) | 0.50 | 1,667 (1,667–1,667) | 1.60 (1.60–1.60) | 25% | 700 |" in text
+    text, raw = benchmark.table_mario_learn(options, CPU)
+    assert (
+        "| 2 | 30%, 10% | 70%, 60% | 90% | 100% | 900 | 5,000 | 0.50 | 10 | 0.050 |" in text and len(raw["runs"]) == 2
+    )
+    text, raw = benchmark.table_mario_real(options, CPU)
+    assert "| after training | 400 | 600 | 600 | 600 | 900 | 90% | 3.0 |" in text
+    json.dumps(raw)
+    for flags in asked:
+        benchmark.tyro.cli(dqn_mario_async.Args, args=flags.split())
+    monkeypatch.setattr(benchmark, "no_real_game", lambda: "The real game: not measured (no ROM).")
+    calls.clear()
+    assert benchmark.table_mario_env(options, CPU)[0].endswith("not measured (no ROM).")
+    assert benchmark.bare_rate not in calls and benchmark.table_mario_real(options, CPU)[1] == {}
+
+
+def test_games_of_mario_are_measured() -> None:
+    assert benchmark.mario_rates((1, 2), 0.01)[0] > 100
+    assert benchmark.collector_rates("MarioLike-v0", (1, 2), 0.01)[1] > 10
+    (random_flags, random_distance), (flags, distance) = (
+        benchmark.mario_games(player, 20) for player in ("random", "a scripted jumper")
+    )
+    assert random_flags == 0 and flags > 0.8 and distance > 3 * random_distance > 0
+
+
+@pytest.mark.games
+def test_the_real_emulator_is_measured(monkeypatch) -> None:
+    monkeypatch.setattr(benchmark, "ROOT", ROOT)
+    if missing := benchmark.no_real_game():
+        pytest.skip(missing)
+    assert benchmark.apart(benchmark.bare_rate, True, seconds=0.1, refresh=True) > 50
+    assert benchmark.apart(benchmark.collector_rates, True, env_id="SuperMarioBros", widths=(1,), seconds=0.1)[0] > 30
+    assert benchmark.apart(benchmark.mario_games, True, player="random", games=1, real=True)[1] > 0
+
+
+def test_readings_of_a_run_are_in_seconds_since_its_start(tmp_path, monkeypatch) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path / "runs" / "one") as writer:
+        writer.add_scalar("perf/warmup_s", 4.0, 0, walltime=1000.0)
+        for minute, value in ((1, 0.25), (2, 0.5)):
+            writer.add_scalar("eval/flags", value, minute, walltime=1000.0 + 60 * minute)
+    curve = benchmark.readings("one", "eval/flags")
+    assert curve == [[64.0, 0.25], [124.0, 0.5]]
+    assert [benchmark.first_after(curve, minutes) for minutes in (1, 2, 15)] == [0.25, 0.5, 0.5]

@@ -418,6 +418,48 @@ def test_accumulated_gradients_are_those_of_one_large_batch(run, monkeypatch) ->
     assert len(sampled) == 2 * checkpoint(folder)["counters"][1] and set(sampled) == {8}
 
 
+@pytest.mark.parametrize("size, stack, dueling", [(84, 4, True), (85, 3, False), (60, 1, True), (36, 4, True)])
+def test_the_actor_agrees_with_the_network(size: int, stack: int, dueling: bool) -> None:
+    """Also after the weights have changed, and where the sides of the picture are no multiple of 4."""
+    args = dataclasses.replace(Args(), size=size, stack=stack, dueling=dueling)
+    q_network = QNetwork(args, CPU).requires_grad_(False)
+    actor, rng = script.Actor(q_network, args.actions), np.random.default_rng(0)
+    for _ in range(3):
+        for weight in q_network.parameters():
+            weight.add_(0.05 * torch.randn_like(weight))
+        actor.prepare()
+        obs = rng.integers(256, size=(stack, size, size), dtype=np.uint8)
+        expected = q_network(torch.from_numpy(obs)[None])[0].numpy()
+        np.testing.assert_allclose(actor(obs) - actor(obs).mean(), expected - expected.mean(), atol=1e-4)
+
+
+@pytest.mark.parametrize("games", [1, 6])
+def test_a_collector_plays_what_the_newest_weights_say(games: int) -> None:
+    args = args_of(envs_per_collector=games, num_collectors=1, start_e=0.0, end_e=0.0)
+    q_network = QNetwork(args, CPU).requires_grad_(False)
+    broadcast, ring = Broadcast(torch.cat([w.flatten() for w in q_network.parameters()])), Ring(args)
+    collector = script.Collector(args, 0, 0, ring, broadcast)
+    for version in range(1, 8):
+        for weight in q_network.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+        broadcast.publish(torch.cat([w.flatten() for w in q_network.parameters()]), 10 * version)
+        expected = q_network(torch.from_numpy(collector.obs)).argmax(1)
+        collector.step()
+        assert torch.equal(ring.fields["action"][version - 1], expected.to(torch.int8)) and ring.using == 10 * version
+
+
+@pytest.mark.parametrize("games", [1, 6])
+def test_exploring_asks_no_network(games: int, monkeypatch) -> None:
+    args = args_of(envs_per_collector=games, num_collectors=1, start_e=1.0, end_e=1.0)
+    broadcast, ring = Broadcast(torch.cat([w.detach().flatten() for w in QNetwork(args, CPU).parameters()])), Ring(args)
+    collector = script.Collector(args, 0, 0, ring, broadcast)
+    collector.actor = collector.q_network = None
+    monkeypatch.setattr(broadcast, "fetch", lambda _: (0, 0))
+    for _ in range(16):
+        collector.step()
+    assert len(ring.fields["action"].unique()) > 3
+
+
 # ------------------------------------------------------------------------------------------------ collectors
 
 

@@ -14,6 +14,7 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 import envs
+from benchmark import mario_jumper
 from envs import mario
 from envs.mario import (
     ABYSS,
@@ -505,24 +506,6 @@ def test_obstacles_are_within_reach_of_a_jump(difficulty: int) -> None:
             assert (ground[:, GROUND] == mario.GRASS).all() and (ground[:, GROUND - 1] < SOLID).all()
 
 
-def scripted(game: MarioGame) -> int:
-    """Run, jump before gaps, walls and walkers, hold to the top, brake before landing on the near side of a walker."""
-    front, feet = game.x + WIDTH, (game.y + HEIGHT - 1) >> 8
-
-    def ahead(tiles: float, row: int) -> int:
-        return game.level.grid[(front + int(256 * tiles)) >> 8 << 4 | row]
-
-    walkers = [x - game.x for x in game.visible() if x > game.x]
-    if not game.grounded:
-        if game.vy > 0 and game.vx > 8 and any(160 < distance < 900 for distance in walkers):
-            return 6
-        return 4 if game.held and game.vy < 0 else 3
-    danger = any(ahead(tiles, GROUND) == ABYSS for tiles in (0, 0.5))
-    danger |= any(ahead(tiles, feet) >= SOLID for tiles in (0, 1, 2))
-    danger |= feet == GROUND - 1 and any(distance < 660 for distance in walkers)
-    return 4 if danger and not game.held else 3
-
-
 def flags(choose, actions: int = 7, games: int = 200, **settings) -> float:
     """Share of games that reach the flag."""
     batch = MarioBatch(50, seed=11, actions=actions, levels=UNSEEN_LEVELS, **settings)
@@ -541,7 +524,7 @@ def test_the_easiest_difficulty_is_no_walkover() -> None:
 
 
 def test_a_scripted_jumper_reaches_the_flag_at_the_easiest_difficulty() -> None:
-    assert flags(lambda batch: np.array([scripted(game) for game in batch.games]), games=400) >= 0.95
+    assert flags(lambda batch: np.array([mario_jumper(game) for game in batch.games]), games=400) >= 0.95
 
 
 def solves(seed: int, difficulty: int, budget: int = 3000) -> bool:
