@@ -1257,9 +1257,8 @@ def main(args: Args) -> dict:
             fleet.look_after()
             new = store()
             global_step += new
-            if (
-                replay.written.sum() >= args.learning_starts
-            ):  # what a learner falls behind by more than 100 updates is let go
+            if replay.written.sum() >= args.learning_starts:
+                # What a learner falls behind by more than 100 updates is let go.
                 owed = min(owed + args.replay_ratio * new, 100 * samples)
             watch.mark("store")
 
