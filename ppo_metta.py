@@ -87,7 +87,8 @@ class Args:
     vec_env: Literal["device", "subproc"] | None = None
     """games on the training device, or in worker processes (None: by preset; the real MettaGrid takes workers)"""
     num_workers: int | None = None
-    """processes of subproc; 0 plays in this one (None: by preset, at most one for each core)"""
+    """processes of subproc; 0 plays in this one (None: by preset, at most one for each core, and as many as the games
+    can be dealt out to)"""
     async_factor: int | None = None
     """parts of the games in flight: workers play some while the policy looks at another (None: by preset)"""
 
@@ -210,6 +211,7 @@ def resolve(args: Args, device: torch.device) -> Args:
         defaults["vec_env"] = "subproc"
     if args.total_timesteps is None:
         defaults["max_seconds"] = 600.0
+    most_workers = min(defaults.pop("num_workers"), CORES)
     args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
     if args.end_ent_coef is None:
         args = replace(args, end_ent_coef=args.ent_coef)
@@ -234,6 +236,10 @@ def resolve(args: Args, device: torch.device) -> Args:
         refuse("--vec-env device: the real MettaGrid plays on the CPU; subproc works, with --num-workers 0 too")
     if args.env_config and args.env_id != "mettagrid":
         refuse(f"--env-config {args.env_config}: is of --env-id mettagrid, not {args.env_id}")
+    if args.num_workers is None:  # as many as the games can be dealt out to evenly, whatever number of cores there is
+        counts = range(most_workers, 0, -1)
+        most_workers = next((n for n in counts if args.num_envs % (n * args.async_factor) == 0), 1)
+        args = replace(args, num_workers=most_workers)
     if args.vec_env == "subproc" and args.num_workers:
         if args.num_workers > args.num_envs:
             refuse(f"--num-workers {args.num_workers}: more than games; at most --num-envs {args.num_envs} works")

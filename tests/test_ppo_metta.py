@@ -646,6 +646,19 @@ def test_presets_have_mettas_sizes_and_flags_override_them(preset) -> None:
     assert resolve(Args(device="cpu", preset=preset, learning_rate=1.0), CPU).learning_rate == 1.0
 
 
+@pytest.mark.parametrize(
+    "cores, flags, workers",
+    [
+        (2, {}, 2), (12, {}, 8), (48, {}, 32), (96, {}, 32), (7, {"num_envs": 30}, 5), (8, {"num_envs": 2}, 1),
+        (16, {"preset": "ultra-fast"}, 16), (3, {"preset": "ultra-fast"}, 2), (64, {"preset": "original"}, 1),
+    ],
+)  # fmt: skip
+def test_the_usual_workers_divide_the_games_on_any_machine(monkeypatch, cores, flags, workers) -> None:
+    monkeypatch.setattr(ppo_metta, "CORES", cores)
+    monkeypatch.setitem(ppo_metta.PRESETS["default"]["both"], "num_workers", cores)
+    assert resolve(Args(device="cpu", vec_env="subproc", **flags), CPU).num_workers == workers
+
+
 def test_default_sizes_follow_the_number_of_agents() -> None:
     for num_envs, agents, parts in ((256, 6, 1), (7, 4, 1), (192, 8, 2)):
         args = resolve(Args(device="cpu", num_envs=num_envs, grad_accumulation=parts), CPU)
