@@ -112,7 +112,7 @@ class Args:
     bptt_horizon: int | None = None
     """steps of a segment, the unit of learning that gradients flow through (None: by preset)"""
     update_epochs: int = 1
-    """times that a rollout is learned from"""
+    """times that a rollout is learned from (0: the agents only play)"""
     reward_scale: float | None = None
     """rewards are learned from times this: Adam's steps leave a noise in the values that small ones drown in (None: by
     preset)"""
@@ -217,7 +217,8 @@ def resolve(args: Args, device: torch.device) -> Args:
         args = replace(args, end_ent_coef=args.ent_coef)
 
     shares = {"gamma", "gae_lambda", "prio_beta0"}
-    may_be_0 = shares | set("seed eval_every checkpoint_every num_workers prio_alpha ent_coef end_ent_coef".split())
+    may_be_0 = shares | {"seed", "num_workers", "update_epochs", "ent_coef", "end_ent_coef", "prio_alpha"}
+    may_be_0 |= {"eval_every", "checkpoint_every"}
     for name, value in vars(args).items():
         if type(value) in (int, float):
             highest = 1 if name in shares else sys.maxsize

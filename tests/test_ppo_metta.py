@@ -374,6 +374,14 @@ def test_prioritised_segments_are_those_with_large_advantages(run, monkeypatch) 
     assert np.mean([{5, 29} <= set(segments) for segments in asked]) > 0.9
 
 
+def test_without_epochs_the_agents_only_play(run) -> None:
+    short, first = run(update_epochs=0)
+    long, second = run(update_epochs=0, total_timesteps=384 * 8, run_name="second")
+    assert (short["env_steps"], long["env_steps"]) == (384 * 4, 384 * 8)
+    assert long["updates_per_second"] == long["replay_ratio"] == 0 and long["rollout_fraction"] > 0.9
+    assert heads(short, first) == heads(long, second) and "losses/pg_loss" not in scalars(second)
+
+
 def test_a_large_policy_step_ends_the_iteration(run) -> None:
     flags = dict(learning_rate=0.05, anneal_lr=False)
     assert checkpoint(run(**flags)[1])["counters"][1] == 16
@@ -780,7 +788,7 @@ def test_control_c_saves_and_exits_0(tmp_path, vec_env) -> None:
 
 BAD = [
     *({name: 0} for name in "num_envs batch_size minibatch_size hidden_size threads bptt_horizon log_every".split()),
-    *({name: 0} for name in "update_epochs grad_accumulation action_repeat async_factor".split()),
+    *({name: 0} for name in "grad_accumulation action_repeat async_factor".split()),
     *({name: -1} for name in "total_timesteps max_seconds num_envs batch_size eval_every num_workers seed".split()),
     *({name: 0.0} for name in "learning_rate target_kl max_grad_norm vf_coef".split()),
     *({name: 1.5} for name in "gamma gae_lambda prio_beta0".split()),
