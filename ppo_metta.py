@@ -87,8 +87,8 @@ class Args:
     vec_env: Literal["device", "subproc"] | None = None
     """games on the training device, or in worker processes (None: by preset; the real MettaGrid takes workers)"""
     num_workers: int | None = None
-    """processes of subproc; 0 plays in this one (None: by preset, at most one for each core, and as many as the games
-    can be dealt out to)"""
+    """processes of subproc; 0 plays in this one (None: by preset, at most one for each core, on a CPU for every second
+    one, and as many as the games can be dealt out to)"""
     async_factor: int | None = None
     """parts of the games in flight: workers play some while the policy looks at another (None: by preset)"""
 
@@ -161,7 +161,7 @@ class Args:
     sdpa: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """attention kernel to try first (--network token-attention); math is the one with the padding mask written out"""
     threads: int | None = None
-    """CPU threads (None: all cores, 8 at most)"""
+    """CPU threads (None: all cores that workers leave, 8 at most)"""
 
     # Input and output
     log_every: float = 5.0
@@ -206,12 +206,12 @@ PRESETS = {  # of flags that are None
 
 def resolve(args: Args, device: torch.device) -> Args:
     """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
-    defaults = PRESETS[args.preset]["both"] | PRESETS[args.preset].get(device.type, {}) | {"threads": min(CORES, 8)}
+    defaults = PRESETS[args.preset]["both"] | PRESETS[args.preset].get(device.type, {})
     if args.env_id == "mettagrid":
         defaults["vec_env"] = "subproc"
     if args.total_timesteps is None:
         defaults["max_seconds"] = 600.0
-    most_workers = min(defaults.pop("num_workers"), CORES)
+    most_workers = min(defaults.pop("num_workers"), max(CORES // 2, 1) if device.type == "cpu" else CORES)
     args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
     if args.end_ent_coef is None:
         args = replace(args, end_ent_coef=args.ent_coef)
@@ -241,6 +241,9 @@ def resolve(args: Args, device: torch.device) -> Args:
         counts = range(most_workers, 0, -1)
         most_workers = next((n for n in counts if args.num_envs % (n * args.async_factor) == 0), 1)
         args = replace(args, num_workers=most_workers)
+    if args.threads is None:  # all threads wait for one whose core a worker has
+        busy = args.num_workers if args.vec_env == "subproc" else 0
+        args = replace(args, threads=min(max(CORES - busy, 1), 8))
     if args.vec_env == "subproc" and args.num_workers:
         if args.num_workers > args.num_envs:
             refuse(f"--num-workers {args.num_workers}: more than games; at most --num-envs {args.num_envs} works")

@@ -655,16 +655,18 @@ def test_presets_have_mettas_sizes_and_flags_override_them(preset) -> None:
 
 
 @pytest.mark.parametrize(
-    "cores, flags, workers",
+    "cores, flags, workers, threads",
     [
-        (2, {}, 2), (12, {}, 8), (48, {}, 32), (96, {}, 32), (7, {"num_envs": 30}, 5), (8, {"num_envs": 2}, 1),
-        (16, {"preset": "ultra-fast"}, 16), (3, {"preset": "ultra-fast"}, 2), (64, {"preset": "original"}, 1),
+        (1, {}, 1, 1), (2, {}, 1, 1), (12, {}, 4, 8), (48, {}, 16, 8), (96, {}, 32, 8), (7, {"num_envs": 30}, 3, 4),
+        (8, {"num_envs": 2}, 1, 7), (32, {"preset": "ultra-fast"}, 16, 8), (7, {"preset": "ultra-fast"}, 2, 5),
+        (64, {"preset": "original"}, 1, 8), (2, {"num_workers": 2}, 2, 1), (4, {"vec_env": "device"}, 2, 4),
     ],
 )  # fmt: skip
-def test_the_usual_workers_divide_the_games_on_any_machine(monkeypatch, cores, flags, workers) -> None:
+def test_workers_divide_the_games_and_leave_cores_on_any_machine(monkeypatch, cores, flags, workers, threads) -> None:
     monkeypatch.setattr(ppo_metta, "CORES", cores)
     monkeypatch.setitem(ppo_metta.PRESETS["default"]["both"], "num_workers", cores)
-    assert resolve(Args(device="cpu", vec_env="subproc", **flags), CPU).num_workers == workers
+    args = resolve(Args(**{"device": "cpu", "vec_env": "subproc"} | flags), CPU)
+    assert (args.num_workers, args.threads) == (workers, threads)
 
 
 def test_default_sizes_follow_the_number_of_agents() -> None:
