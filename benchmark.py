@@ -1037,7 +1037,8 @@ def metta_mflops(variants: list[str], device: str) -> list[float]:
         agent, obs = metta_agent(metta_args(flags, device), torch.device(device))
         state = torch.zeros(len(obs), agent.state_size, device=device)
         counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(kinds, bag))
-        with torch.no_grad(), counter:
+        agent.requires_grad_(False)  # under no_grad the counter trips over views of weights
+        with counter:
             agent(obs[None], state, torch.zeros(1, len(obs), dtype=torch.bool, device=device))
         found.append(counter.get_total_flops() / len(obs) / 1e6)
     return found

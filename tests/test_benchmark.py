@@ -640,6 +640,8 @@ def test_percentiles_are_of_the_calls_that_count() -> None:
 
 
 def test_operations_are_those_of_the_layers() -> None:
+    others = [f"--num-envs 2 --network {network}" for network in ("box-cnn", "token-attention")]
+    assert min(benchmark.metta_mflops(others, "cpu")) > 1
     lstm, none, wide = benchmark.metta_mflops(
         [f"--num-envs 2 {flags}" for flags in ("--hidden-size 32", "--hidden-size 32 --rnn none", "--rnn none")], "cpu"
     )
