@@ -9,7 +9,9 @@ Suites, with their tables, and how long they take on two cores:
 
     snake: env, act, train, update: the game, with the network, learning, the learner   14 minutes
     sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py beside the original       30 minutes
-    metta: hearts of random and of scripted players, that agents are measured by         5 minutes
+    metta: metta-hearts, metta-speed, metta-peer, metta-subproc: the arena without learning, ppo_metta.py by network,
+        beside SB3, with workers: 20 minutes; metta-presets: five minutes a run         50 minutes
+    diagnose: speed, latency and memory of ppo_metta.py before and after each switch    30 minutes
     mario: mario-env, mario-async: games, emulator and collectors; beside learning      14 minutes
     mario-learn: flags after 1, 5 and 15 minutes, three seeds                           50 minutes
     mario-real: how far the real 1-1 is played after up to half an hour of it           35 minutes
@@ -40,9 +42,10 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -54,11 +57,13 @@ import tyro
 from dotenv.parser import parse_stream
 from gymnasium.utils.performance import benchmark_vector_step
 from gymnasium.vector import SyncVectorEnv
+from torch.utils.flop_counter import FlopCounterMode
 
 import dqn_snake
+import ppo_metta
 from envs import mario
 from envs.mario import UNSEEN_LEVELS, MarioBatch, MarioGame
-from envs.metta import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE, VARIANTS, MettaArena, Thing
+from envs.metta import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE, MettaArena, Thing
 from envs.smb import NesGame, SuperMarioBrosBatch
 from envs.snake import SnakeBatch, SnakeEnv, SnakeVectorEnv
 
@@ -67,8 +72,9 @@ PLAIN = {"OPTIMAL_BATCH_SIZE": "32", "USE_TORCH_COMPILE": "false", "USE_FLASH_AT
 # dqn_snake_sb3_compat.py's settings while it is measured, so that a .env changes nothing
 QUICK = "--eval-every 0 --eval-episodes 1"  # of runs that are measured for speed
 SUITES = {"snake": ["env", "act", "train", "update"], "sb3": ["sb3-speed", "sb3-learn", "sweep"]}
+SUITES |= {"metta": [f"metta-{table}" for table in ("hearts", "speed", "peer", "subproc", "presets")]}
 SUITES |= {"mario": ["mario-env", "mario-async"]}
-SUITES |= {name: [name] for name in "metta mario-learn mario-real switches scaling learn time-to-score".split()}
+SUITES |= {name: [name] for name in "diagnose mario-learn mario-real switches scaling learn time-to-score".split()}
 SUITES |= {"all": [table for tables in SUITES.values() for table in tables]}
 
 
@@ -87,6 +93,8 @@ class Options:
     compare: str | None = None
     """a file that --json wrote, or one of benchmarks/*.json: exit code 1 if a ratio fell below it by more than the
     spread (max - min) of its rounds, then or now"""
+    seconds: int | None = None
+    """wall-clock budget of each run of metta-presets (None: 300, with --fast 20)"""
     write_env: bool = False
     """after the sweep, put the settings with the most samples/s into .env, for dqn_snake_sb3_compat.py"""
 
@@ -918,28 +926,487 @@ def metta_action(arena: MettaArena, body: Thing) -> int:
     return random.choice([NOOP, FORWARD, *range(ROTATE, ROTATE + 4)])
 
 
-def metta_hearts(agent_episodes: int, scripted: bool, **rules) -> float:
-    """Mean hearts per agent and episode of whole episodes."""
-    arena, hearts, played = MettaArena(random_first_length=False, **rules), 0, 0
+ARENAS = {"arena, easy": "", "arena": "--no-easy", "navigation": "--env-id MettaNavigation-v0"}  # flags by name
+REAL = "--env-id mettagrid --vec-env subproc"
+
+
+def metta_args(flags: str, device: str) -> ppo_metta.Args:
+    return ppo_metta.resolve(tyro.cli(ppo_metta.Args, args=shlex.split(flags)), torch.device(device))
+
+
+def scripted_hearts(flags: str, agent_episodes: int) -> float:
+    """Mean hearts per agent of whole episodes by the scripted player, on the rule book."""
+    arena = MettaArena(random_first_length=False, **ppo_metta.rules_of(metta_args(flags, "cpu")))
+    hearts, episodes = 0, -(-agent_episodes // arena.rules.num_agents)
     random.seed(0)
-    for seed in range(-(-agent_episodes // arena.rules.num_agents)):
+    for seed in range(episodes):
         arena.reset(seed=seed)
         while arena.agents:
-            actions = [metta_action(arena, body) if scripted else random.randrange(25) for body in arena.bodies]
-            arena.step(dict(zip(arena.agents, actions)))
+            arena.step({name: metta_action(arena, body) for name, body in zip(arena.agents, arena.bodies)})
         hearts += sum(stats["heart.get"] for stats in arena.stats)
-        played += len(arena.stats)
-    return hearts / played
+    return hearts / episodes / arena.rules.num_agents
 
 
-def table_metta(options: Options, device: torch.device) -> tuple[str, dict]:
-    """Hearts per agent and episode of the arena by players that learn nothing, on the rule book: whole episodes."""
-    games = {"arena, easy": {"easy": True}, "arena": {}, "navigation": VARIANTS["MettaNavigation-v0"]}
-    number, rows, raw = 24 if options.fast else 240, [], {}
-    for name, rules in games.items():
-        raw[name] = [metta_hearts(number, scripted, **rules) for scripted in (False, True)]
-        rows.append([name, *(f"{hearts:.2f}" for hearts in raw[name])])
-    return table(f"{number} agents' episodes | random | scripted: the nearest thing of use", rows), {"hearts": raw}
+def random_hearts(flags: str, agent_episodes: int) -> float:
+    """The same by random actions, in the trainer's games."""
+    args, cpu = metta_args(flags, "cpu"), torch.device("cpu")
+    agents = len(ppo_metta.Games(args, 1, cpu, 0).obs)
+    games = ppo_metta.Games(args, -(-agent_episodes // agents), cpu, 0, evaluation=True)
+    torch.manual_seed(0)
+    for _ in range(games.max_steps):
+        *_, info = games.step(torch.randint(games.num_actions, (len(games.obs),)))
+    return info["hearts"].float().mean().item()
+
+
+def table_metta_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Hearts per agent and episode by players that learn nothing, whole episodes.
+
+    The scripted player walks the shortest way to the nearest thing of use: in the arena from mine to generator to
+    altar, in navigation to the nearest altar that has its heart. MettaGrid is the real one, mines and altars.
+    """
+    scripted, by_chance = (24, 120) if options.fast else (120, 2400)
+    games = ARENAS | ({"MettaGrid": REAL} if util.find_spec("mettagrid") else {})
+    with ThreadPoolExecutor(ppo_metta.CORES) as pool:  # nothing is timed here
+        scripts = {
+            name: pool.submit(apart, scripted_hearts, flags=ARENAS[name], agent_episodes=scripted) for name in ARENAS
+        }
+        chances = {
+            name: pool.submit(apart, random_hearts, flags=games[name], agent_episodes=by_chance) for name in games
+        }
+    rows, raw = [], {"random": {}, "scripted": {}}
+    for name in games:
+        raw["random"][name] = chances[name].result()
+        rows.append([name, f"{raw['random'][name]:.3f}", "–"])
+        if name in scripts:
+            raw["scripted"][name] = scripts[name].result()
+            rows[-1][2] = f"{raw['scripted'][name]:.2f}"
+    header = f"game | random, {by_chance:,} episodes of agents | scripted, {scripted}"
+    return table(header, rows), {"hearts": raw}
+
+
+def metta_run(flags: str, options: Options) -> dict:
+    """Summary of a run of ppo_metta.py, with its agent steps per second of the time in rollouts, and of learning."""
+    one = run(flags, options, "ppo_metta.py")
+    for phase in ("rollout", "train"):
+        one[f"{phase}_steps_per_second"] = one["env_steps_per_second"] / max(one[f"{phase}_fraction"], 1e-9)
+    return one
+
+
+def logged(folder: Path) -> dict[str, float]:
+    """Mean over a run of every scalar in its TensorBoard files, a value counted by the steps since the one before."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    means = {}
+    for tag in events.Tags()["scalars"]:
+        steps, values = zip(*((point.step, point.value) for point in events.Scalars(tag)))
+        weights = np.diff(steps, prepend=0)
+        means[tag] = float(np.average(values, weights=weights) if weights.any() else values[-1])
+    return means
+
+
+def metta_env_rate(flags: str, seconds: float, device: str) -> float:
+    """Agent steps per second under random actions of the games that a run with `flags` plays in one process."""
+    args = metta_args(flags, device)
+    shared = args.vec_env == "subproc" and args.num_workers > 0  # then this is one of the workers
+    groups = args.async_factor if shared else 1
+    torch.set_num_threads(1 if shared else args.threads)
+    where = torch.device(device if args.vec_env == "device" else "cpu")
+    number = args.num_envs // (groups * args.num_workers if shared else 1)
+    games = [ppo_metta.Games(args, number, where, seed) for seed in range(groups)]
+    actions = torch.randint(games[0].num_actions, (16, len(games[0].obs)), device=where)
+
+    def work() -> None:
+        for action in actions:
+            for group in games:
+                group.step(action)
+
+    return rate_of(work, groups * actions.numel(), seconds, device)
+
+
+def metta_agent(args: ppo_metta.Args, device: torch.device) -> tuple[ppo_metta.Agent, torch.Tensor]:
+    """The network of a run, untrained, and what all agents that act together see after some random steps."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(1)
+    groups = args.async_factor if args.vec_env == "subproc" and args.num_workers else 1
+    where = device if args.vec_env == "device" else torch.device("cpu")
+    games, sdpa = ppo_metta.Games(args, args.num_envs // groups, where, 1), None
+    if args.network == "token-attention":
+        masked = device.type == "cuda" and args.sdpa in ("auto", "flash")  # flash takes no padding mask there
+        dtype = ppo_metta.pick_precision(args.bf16, args.fp16, args.tf32, device)
+        sdpa = ppo_metta.pick_sdpa("efficient" if masked else args.sdpa, dtype, device)
+    for _ in range(20):
+        games.step(torch.randint(games.num_actions, (len(games.obs),), device=where))
+    return ppo_metta.Agent(args, games, sdpa, device), games.obs.to(device)
+
+
+def metta_mflops(variants: list[str], device: str) -> list[float]:
+    """Millions of floating point operations of one agent's decision: matmuls, convolutions and sums over bags."""
+
+    def bag(table: torch.Size, row: torch.Size, *_: Any, **__: Any) -> int:
+        return 2 * math.prod(row) * table[1]
+
+    kinds, found = (torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only), []
+    for flags in variants:
+        agent, obs = metta_agent(metta_args(flags, device), torch.device(device))
+        state = torch.zeros(len(obs), agent.state_size, device=device)
+        counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(kinds, bag))
+        agent.requires_grad_(False)  # under no_grad the counter trips over views of weights
+        with counter:
+            agent(obs[None], state, torch.zeros(1, len(obs), dtype=torch.bool, device=device))
+        found.append(counter.get_total_flops() / len(obs) / 1e6)
+    return found
+
+
+def table_metta_speed(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Agent steps per second of `ppo_metta.py` by memory and width of the network: rollouts, learning and both.
+
+    A run does one after the other, so "rollouts" is its steps per second of the time spent on them, games included, and
+    "learning" those of the rest of its time; epochs and batches are the defaults. MFLOP are those of one decision of an
+    agent, the forward pass; the width closest to 0.5 costs what the LSTM of PufferLib's figure (below) does. Wanted on
+    two cores, end to end: 10,000 at the defaults, 25,000 at 0.5 MFLOP.
+    """
+    variants = ["", *(f"--hidden-size {width}" for width in range(64, 321, 16)), "--rnn gru", "--rnn none"]
+    mflops = dict(zip(variants, apart(metta_mflops, variants=variants, device=device.type)))
+    half = min(variants[1:-2], key=lambda flags: abs(mflops[flags] - 0.5))
+    others = [] if options.fast else ["--hidden-size 256", "--rnn gru", "--rnn none"]
+    variants = ["", *dict.fromkeys([half, *others])]
+    base, seconds = f"{QUICK} --max-seconds {5 if options.fast else 6}", 1 if options.fast else 2
+    calls = {flags: lambda flags=flags: metta_run(f"{base} {flags}".strip(), options) for flags in variants}
+    calls["games"] = lambda: apart(metta_env_rate, flags="", seconds=seconds, device=device.type)
+    measured = in_turn(options, calls)
+    games, rows = measured.pop("games"), []
+    for flags, runs in measured.items():
+        rates = [spread(column(runs, key)) for key in ("rollout_steps_per_second", "train_steps_per_second")]
+        end_to_end = spread(column(runs, "env_steps_per_second"))
+        replay_ratio = f"{middle(runs, 'replay_ratio'):.2f}"
+        rows.append([f"`{flags}`" if flags else "default", f"{mflops[flags]:.2f}", *rates, end_to_end, replay_ratio])
+    text = table("flags | MFLOP | rollouts | learning | end to end | replay ratio", rows)
+    text += f"\n\nThe games alone, as many as by default, random actions: {spread(games)} agent steps/s."
+    return text, {"runs": measured, "games": games, "mflop": mflops}
+
+
+class MettaView(torch.nn.Module):
+    """ppo_metta.py's network up to its heads, as what an SB3 policy makes of tokens. SB3 hands them over as floats."""
+
+    def __init__(self, space: gymnasium.spaces.Box, flags: str, device: str) -> None:
+        super().__init__()
+        args = metta_args(flags, device)
+        example = ppo_metta.Games(args, 1, torch.device("cpu"), 1)
+        self.encoder = ppo_metta.Agent(args, example, None, torch.device(device)).encoder
+        self.features_dim = args.hidden_size
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.encoder(obs.byte())
+
+
+class RuleBooks:
+    """Arenas of the rule book, one after another, called as `ppo_metta.Games` is."""
+
+    def __init__(self, args: ppo_metta.Args) -> None:
+        self.arenas = [MettaArena(lane=lane, **ppo_metta.rules_of(args)) for lane in range(args.num_envs)]
+        self.num_actions, self.obs = 25, self.stacked([arena.reset(seed=1)[0] for arena in self.arenas])
+
+    def stacked(self, parts: list[dict]) -> torch.Tensor:
+        """One tensor of what all agents of all arenas have."""
+        return torch.as_tensor(np.stack([value for part in parts for value in part.values()]))
+
+    def step(self, action: torch.Tensor):
+        actions, results, starts = action.view(len(self.arenas), -1).tolist(), [], []
+        for arena, chosen in zip(self.arenas, actions):
+            results.append(arena.step(dict(zip(arena.agents, chosen))))
+            starts.append(results[-1][0] if arena.agents else arena.reset()[0])
+        final_obs, reward, terminated, truncated = (self.stacked(part) for part in list(zip(*results))[:4])
+        return self.stacked(starts), reward.float(), terminated, truncated, {"final_obs": final_obs}
+
+
+def sb3_lanes(args: ppo_metta.Args, rule_book: bool, device: torch.device) -> Any:
+    """The agents of a run's arenas as the games of SB3's PPO."""
+    from stable_baselines3.common.vec_env import VecEnv
+
+    class Lanes(VecEnv):
+        def __init__(self) -> None:
+            self.seconds = 0.0  # that games took
+            self.games = RuleBooks(args) if rule_book else ppo_metta.Games(args, args.num_envs, device, 1)
+            lanes, *shape = self.games.obs.shape
+            space = gymnasium.spaces.Box(0, 255, tuple(shape), np.uint8)
+            super().__init__(lanes, space, gymnasium.spaces.Discrete(self.games.num_actions))
+
+        def reset(self) -> np.ndarray:
+            return self.games.obs.cpu().numpy().copy()
+
+        def step_async(self, actions: np.ndarray) -> None:
+            self.actions = torch.as_tensor(actions, device=device)
+
+        def step_wait(self):
+            start = time.perf_counter()
+            obs, reward, terminated, truncated, info = self.games.step(self.actions)
+            self.seconds += time.perf_counter() - start
+            infos = [{}] * self.num_envs  # one and the same: it is only read
+            for lane in truncated.nonzero().flatten().tolist():
+                cut = {"terminal_observation": info["final_obs"][lane].cpu().numpy(), "TimeLimit.truncated": True}
+                infos[lane] = cut
+            reward = (args.reward_scale * reward).cpu().numpy()
+            return obs.cpu().numpy().copy(), reward, (terminated | truncated).cpu().numpy(), infos
+
+        def get_attr(self, name: str, indices: Any = None) -> list:
+            return [None] * self.num_envs  # the render mode: nothing else is asked for
+
+        close = set_attr = env_method = env_is_wrapped = None  # a VecEnv must have them, PPO does without
+
+    return Lanes()
+
+
+def sb3_arena_rate(flags: str, rule_book: bool, threads: int, seconds: float, device: str) -> dict[str, float]:
+    """Agent steps per second of SB3's PPO in a run's arena with its network, batch, minibatch and epochs, and the
+    microseconds of a step in games, the rest of rollouts, and learning. Whole iterations, without the first."""
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    args, where = metta_args(flags, device), torch.device(device)
+    games = sb3_lanes(args, rule_book, where)
+    args = ppo_metta.with_sizes(args, games.num_envs, sys.maxsize)
+    torch.set_num_threads(threads)
+    encoder = {"features_extractor_class": MettaView, "features_extractor_kwargs": {"flags": flags, "device": device}}
+    model = PPO(
+        "MlpPolicy", games, args.learning_rate, args.batch_size // games.num_envs, args.minibatch_size,
+        args.update_epochs, args.gamma, args.gae_lambda, args.clip_coef, args.vf_clip_coef, args.norm_adv,
+        args.ent_coef, args.vf_coef, args.max_grad_norm, policy_kwargs=encoder | {"net_arch": []}, device=device,
+    )  # fmt: skip
+    begins, ends = [], []
+
+    class Marks(BaseCallback):
+        def _on_rollout_start(self) -> None:
+            begins.append((time.perf_counter(), games.seconds))
+
+        def _on_rollout_end(self) -> None:
+            ends.append(time.perf_counter())
+
+        def _on_step(self) -> bool:
+            return len(begins) < 3 or time.perf_counter() - begins[1][0] < seconds
+
+    model.learn(FOREVER, callback=Marks())
+    iterations = len(begins) - 2
+    total, playing = (after - before for before, after in zip(begins[1], begins[-1]))
+    learning = sum(begin - end for (begin, _), end in zip(begins[2:], ends[1:]))
+    steps = iterations * args.batch_size
+    spent = {"games": playing, "rollouts": total - playing - learning, "learning": learning}
+    return {"env_steps_per_second": steps / total} | {name: 1e6 * part / steps for name, part in spent.items()}
+
+
+def table_metta_peer(options: Options, device: torch.device) -> tuple[str, dict]:
+    """`ppo_metta.py` beside SB3's PPO in the arena: same games at once, network, batch, minibatch and epochs.
+
+    No memory on either side, for SB3's PPO has none. SB3 gets the arena twice: as our batched games, in a `VecEnv` made
+    for this table, and as it usually would, from the rule book in Python, one arena after another. It runs with the
+    faster of one and all threads. "×" is ours to it, within a round; 5 is wanted. Microseconds are of one agent's step
+    and say where the ratio comes from; the rest of rollouts is acting and storing.
+    """
+    flags, seconds = "--rnn none", 3 if options.fast else 6
+    peers = {"SB3's PPO, our batched arena": False, "SB3's PPO, the rule book": True}
+
+    def theirs(rule_book: bool, threads: int) -> dict:
+        settings = {"flags": flags, "seconds": seconds, "device": device.type}
+        return apart(sb3_arena_rate, rule_book=rule_book, threads=threads, **settings)
+
+    trials = {threads: theirs(False, threads) for threads in sorted({1, torch.get_num_threads()})}
+    threads = max(trials, key=lambda threads: trials[threads]["env_steps_per_second"])
+
+    def ours() -> dict:
+        one = metta_run(f"{QUICK} --max-seconds {seconds + 1} {flags}", options)
+        means = logged(ROOT / "runs" / one["run"])
+        spent = {phase: means.get(f"perf/{phase}_ms", 0) for phase in ("act", "env", "store", "learn", "log")}
+        scale = 1e6 / one["env_steps_per_second"] / sum(spent.values())
+        rollouts = spent["act"] + spent["store"] + spent["log"]
+        return one | {"games": scale * spent["env"], "rollouts": scale * rollouts, "learning": scale * spent["learn"]}
+
+    calls = {"ours": ours}
+    for name, rule_book in peers.items():
+        calls[name] = lambda rule_book=rule_book: theirs(rule_book, threads)
+    measured = in_turn(options, calls)
+    rates = {name: column(results, "env_steps_per_second") for name, results in measured.items()}
+    compared, rows = {name: ratios(rates["ours"], rates[name]) for name in peers}, []
+    for name, results in measured.items():
+        parts = [f"{middle(results, part):.1f}" for part in ("games", "rollouts", "learning")]
+        who, times = (name, spread(compared[name], 1)) if name in peers else (f"`ppo_metta.py {flags}`", "")
+        rows.append([who, spread(rates[name]), times, *parts])
+    text = table("who | agent steps/s | × | µs: games | rest of rollouts | learning", rows)
+    text += f"\n\nThreads of SB3: {threads}."
+    return text, {"runs": measured, "trials": trials, "ratios": compared}
+
+
+def timings(work: Callable[[], Any], seconds: float, device: str) -> list[float]:
+    """[mean, 95th and 99th percentile] of the milliseconds of a call; ten do not count."""
+    spent = []
+    while len(spent) < 60 or sum(spent) < seconds:
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        spent.append(time.perf_counter() - start)
+    counted = 1000 * np.array(spent[10:])
+    return [float(counted.mean()), *map(float, np.percentile(counted, (95, 99)))]
+
+
+def metta_latency(flags: str, seconds: float, device: str) -> dict[str, Any]:
+    """`timings` of the network and the draw of actions, for one agent and for all that act together."""
+    args, where = metta_args(flags, device), torch.device(device)
+    agent, seen = metta_agent(args, where)
+    dtype = ppo_metta.pick_precision(args.bf16, args.fp16, args.tf32, where)
+    generator, found = torch.Generator(where).manual_seed(1), {"agents": len(seen)}
+
+    @torch.no_grad()
+    def policy(obs: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(where.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
+            return agent(obs[None], state, reset[None])[0][0]
+
+    for name, batch in (("one", 1), ("all", len(seen))):
+        state, reset = torch.zeros(batch, agent.state_size, device=where), torch.zeros(batch, device=where).bool()
+        example, step = (seen[:batch].clone(), state, reset), policy
+        if args.compile:
+            torch.compiler.reset()  # or the second shape would be compiled as one of many
+            step = ppo_metta.compiled(policy, args.compile_mode, *example)
+
+        def act() -> None:
+            ppo_metta.sample(step(*example), generator)
+
+        if args.cudagraph and device == "cuda":
+            act = ppo_metta.Graphed(act, generator, ppo_metta.Stopwatch(where))
+        found[name] = timings(act, seconds, device)
+    return found
+
+
+def table_metta_subproc(options: Options, device: torch.device) -> tuple[str, dict]:
+    """`ppo_metta.py --env-id mettagrid`: what worker processes and batches in flight reach of what they could.
+
+    "Games" are as many processes as there are workers, each with its share of the games and random actions, and nobody
+    to wait for; "acting" is the network, and the draw of actions, on the agents of a batch in flight, with nothing
+    stored and no games. "Possible" is the lower of the two, or less where W workers and T threads share C cores:
+    C / (W / games + T / acting). Rollouts are those of a run that never learns (`--update-epochs 0`); end to end is
+    compared with 1 / (1 / rollouts + 1 / learning). 85 % is wanted of both. All are agent steps per second.
+    """
+    if util.find_spec("mettagrid") is None:
+        refuse("--suite metta-subproc: mettagrid is not installed; pip install -r requirements-games.txt has it")
+    cores = ppo_metta.CORES
+    settings = ["", "--async-factor 1"][: 1 if options.fast else 2]
+    base, seconds = f"{QUICK} --max-seconds 9 {REAL}", 1 if options.fast else 2
+
+    def alone(flags: str) -> dict[str, float]:
+        """Games and acting, each without the other."""
+        measure = {"flags": f"{REAL} {flags}".strip(), "seconds": seconds, "device": device.type}
+        number = metta_args(measure["flags"], device.type).num_workers
+        with ThreadPoolExecutor(number) as pool:
+            games = list(pool.map(lambda _: apart(metta_env_rate, **measure), range(number)))
+        acting = apart(metta_latency, **measure)
+        return {"games": sum(games), "acting": 1000 * acting["agents"] / acting["all"][0]}
+
+    calls = {}
+    for flags in settings:
+        calls["alone", flags] = lambda flags=flags: alone(flags)
+        calls["rollouts", flags] = lambda flags=flags: metta_run(f"{base} --update-epochs 0 {flags}".strip(), options)
+        calls["both", flags] = lambda flags=flags: metta_run(f"{base} {flags}".strip(), options)
+    measured, rows, raw = in_turn(options, calls), [], {}
+    for flags in settings:
+        args = metta_args(f"{REAL} {flags}", device.type)
+        single, rollouts, both = (measured[what, flags] for what in ("alone", "rollouts", "both"))
+        possible = []
+        for one in single:
+            possible.append(min(one["games"], one["acting"]))
+            if device.type == "cpu":
+                busy = args.num_workers / one["games"] + args.threads / one["acting"]
+                possible[-1] = min(possible[-1], cores / busy)
+        played, learned = column(rollouts, "env_steps_per_second"), column(both, "train_steps_per_second")
+        ideal = [1 / (1 / play + 1 / learn) for play, learn in zip(played, learned)]
+        ended = column(both, "env_steps_per_second")
+        shares = {"rollouts": ratios(played, possible), "end to end": ratios(ended, ideal)}
+        raw[flags] = {"alone": single, "rollouts": rollouts, "both": both, "possible": possible, "shares": shares}
+        row = [f"`{flags}`" if flags else "default", args.num_workers, args.threads]
+        row += [*(spread(column(single, part)) for part in ("games", "acting")), spread(possible), spread(played)]
+        row += [percent(shares["rollouts"]), spread(learned), spread(ended), percent(shares["end to end"])]
+        rows.append(row)
+    header = "flags | workers | threads | games | acting | possible | rollouts | of possible | learning | end to end"
+    compared = {f"{what}, {flags or 'default'}": raw[flags]["shares"][what] for flags in raw for what in shares}
+    return table(f"{header} | of possible", rows), {"settings": raw, "ratios": compared}
+
+
+def percent(shares: list[float]) -> str:
+    return f"{statistics.median(shares):.0%} ({min(shares):.0%}–{max(shares):.0%})"
+
+
+def table_metta_presets(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Metta's presets at equal wall clock: hearts per agent and episode of the final evaluation, by seed.
+
+    Both learn navigation with the same network; `ultra-fast` has more games at once, larger batches and minibatches,
+    and so fewer updates. Its 16 workers are fewer where there are not cores for so many.
+    """
+    seconds = options.seconds or (20 if options.fast else 300)
+    rows, raw = [], []
+    for preset in ("original", "ultra-fast"):
+        flags = f"--preset {preset} --max-seconds {seconds} --eval-every 0"
+        flags += " --eval-episodes 24" if options.fast else ""
+        runs = [metta_run(f"{flags} --seed {seed}", options) for seed in options.seeds]
+        raw += runs
+        scores = [one["eval_score_mean"] for one in runs]
+        args = metta_args(flags, device.type)
+        row = [f"`--preset {preset}`", args.num_workers, spread(column(runs, "env_steps_per_second"))]
+        row += [f"{middle(runs, 'updates_per_second'):.2f}", f"{middle(runs, 'replay_ratio'):.2f}"]
+        row += [f"{middle(runs, 'env_steps'):,.0f}", " · ".join(f"{score:.2f}" for score in scores)]
+        rows.append([*row, f"{statistics.mean(scores):.2f}", f"{max(one['peak_memory_gib'] for one in runs):.1f}"])
+    header = "flags | workers | agent steps/s | updates/s | replay ratio | agent steps | hearts, seeds "
+    header += f"{' · '.join(map(str, options.seeds))} | mean | trainer's peak GiB"
+    return f"{table(header, rows)}\n\n{seconds} seconds each.", {"runs": raw}
+
+
+def metta_parts(flags: str, seconds: float, device: str) -> dict[str, Any]:
+    """Games alone and acting alone."""
+    rate = metta_env_rate(flags, seconds, device)
+    return {"env_steps_per_second": rate} | metta_latency(flags, seconds, device)
+
+
+def table_diagnose(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Where the time of `ppo_metta.py` goes, before (default) and after each switch.
+
+    End to end and games alone are agent steps per second; "×" is to the default, within a round. Acting is the network
+    and the draw of actions, in milliseconds, mean / 95th / 99th percentile, for one agent and for all that act at once.
+    With subproc the games are those of one worker, and all agents are those of a batch in flight. Memory is the GPU's,
+    without one the process's.
+    """
+    compiled = "--compile --max-seconds 60"  # compiling takes most of it and is not counted
+    switches = ["", "--bf16", "--rnn gru", "--rnn none", "--hidden-size 256", "--network box-cnn"]
+    switches += ["--network token-attention --max-seconds 20", "--vec-env subproc --max-seconds 14", compiled]
+    if device.type == "cuda":
+        switches += ["--tf32", "--fp16", "--cudagraph", "--cudagraph --bf16", "--cudagraph --compile --bf16"]
+    elif torch.get_num_threads() > 1:
+        switches.insert(1, "--threads 1")
+    if options.fast:
+        switches = ["", "--rnn none"]
+    base, seconds = f"{QUICK} --max-seconds {5 if options.fast else 8}", 0.3 if options.fast else 1
+    calls = {}
+    for flags in switches:
+        calls["run", flags] = lambda flags=flags: metta_run(f"{base} {flags}".strip(), options)
+        calls["parts", flags] = lambda flags=flags: apart(metta_parts, flags=flags, seconds=seconds, device=device.type)
+    measured, rows, raw = in_turn(options, calls), [], {}
+    for flags in switches:
+        runs, parts = measured["run", flags], measured["parts", flags]
+        raw[flags] = {"runs": runs, "parts": parts}
+        rates = column(runs, "env_steps_per_second")
+        row = [f"`{flags}`" if flags else "default", spread(rates)]
+        row += [spread(ratios(rates, column(measured["run", ""], "env_steps_per_second")), 2)]
+        row.append(f"{middle(parts, 'env_steps_per_second'):,.0f}")
+        for batch in ("one", "all"):
+            row.append(" / ".join(f"{statistics.median(times):.2f}" for times in zip(*column(parts, batch))))
+        if device.type == "cuda":
+            found = [logged(ROOT / "runs" / one["run"]).get("perf/gpu_util", math.nan) for one in runs]
+            raw[flags]["gpu_util"] = found
+            row.append(f"{statistics.median(found):.0f}%")
+        active = [runs[0]["precision"], runs[0]["sdpa"], *(name for name in ("compiled", "cudagraph") if runs[0][name])]
+        rows.append([*row, f"{middle(runs, 'peak_memory_gib'):.2f}", ", ".join(filter(None, active))])
+    header = "flags | end to end | × | games alone | acting, one agent, ms | acting, all agents, ms"
+    header += " | GPU busy" * (device.type == "cuda") + " | peak GiB | what was active"
+    text = table(header, rows) + f"\n\nAll agents: {measured['parts', ''][0]['agents']:,}."
+    if device.type != "cuda":
+        text += " GPU utilisation and memory: not measured without a GPU."
+    return text, {"switches": raw}
 
 
 # ------------------------------------------------------------------------------------------------- Mario
@@ -1286,10 +1753,14 @@ def fallen(old: list[dict], new: list[dict]) -> list[str]:
 def main(options: Options) -> None:
     if options.repeats is not None and options.repeats < 1:
         refuse(f"--repeats {options.repeats}: must be at least 1")
+    if options.seconds is not None and options.seconds < 1:
+        refuse(f"--seconds {options.seconds}: must be at least 1")
     if options.device == "cuda" and not torch.cuda.is_available():
         refuse("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
     device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
     names = SUITES.get(options.suite, [options.suite])
+    if options.seconds and "metta-presets" not in names:
+        refuse(f"--seconds {options.seconds}: is of the runs of metta-presets, which --suite {options.suite} has not")
     if options.write_env and "sweep" not in names:
         refuse(f"--write-env: --suite {options.suite} has nothing to write; with sweep, sb3 or all it works")
     old = read_records(options.compare, names, device) if options.compare else []
@@ -1304,6 +1775,7 @@ def main(options: Options) -> None:
         text, raw = TABLES[name](options, device)
         command = f"python benchmark.py --suite {name}" + (" --fast" if options.fast else "")
         command += f" --repeats {options.repeats}" if options.repeats else ""
+        command += f" --seconds {options.seconds}" if options.seconds and name == "metta-presets" else ""
         on = machine(device)
         records.append({"table": name, "device": device.type, "command": command} | on | raw)
         raw_file(name, device).write_text(json.dumps(records[-1]))

@@ -87,7 +87,8 @@ class Args:
     vec_env: Literal["device", "subproc"] | None = None
     """games on the training device, or in worker processes (None: by preset; the real MettaGrid takes workers)"""
     num_workers: int | None = None
-    """processes of subproc; 0 plays in this one (None: by preset, at most one for each core)"""
+    """processes of subproc; 0 plays in this one (None: by preset, at most one for each core, on a CPU for every second
+    one, and as many as the games can be dealt out to)"""
     async_factor: int | None = None
     """parts of the games in flight: workers play some while the policy looks at another (None: by preset)"""
 
@@ -111,7 +112,7 @@ class Args:
     bptt_horizon: int | None = None
     """steps of a segment, the unit of learning that gradients flow through (None: by preset)"""
     update_epochs: int = 1
-    """times that a rollout is learned from"""
+    """times that a rollout is learned from (0: the agents only play)"""
     reward_scale: float | None = None
     """rewards are learned from times this: Adam's steps leave a noise in the values that small ones drown in (None: by
     preset)"""
@@ -160,7 +161,7 @@ class Args:
     sdpa: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """attention kernel to try first (--network token-attention); math is the one with the padding mask written out"""
     threads: int | None = None
-    """CPU threads (None: all cores, 8 at most)"""
+    """CPU threads (None: all cores that workers leave, 8 at most)"""
 
     # Input and output
     log_every: float = 5.0
@@ -205,17 +206,19 @@ PRESETS = {  # of flags that are None
 
 def resolve(args: Args, device: torch.device) -> Args:
     """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
-    defaults = PRESETS[args.preset]["both"] | PRESETS[args.preset].get(device.type, {}) | {"threads": min(CORES, 8)}
+    defaults = PRESETS[args.preset]["both"] | PRESETS[args.preset].get(device.type, {})
     if args.env_id == "mettagrid":
         defaults["vec_env"] = "subproc"
     if args.total_timesteps is None:
         defaults["max_seconds"] = 600.0
+    most_workers = min(defaults.pop("num_workers"), max(CORES // 2, 1) if device.type == "cpu" else CORES)
     args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
     if args.end_ent_coef is None:
         args = replace(args, end_ent_coef=args.ent_coef)
 
     shares = {"gamma", "gae_lambda", "prio_beta0"}
-    may_be_0 = shares | set("seed eval_every checkpoint_every num_workers prio_alpha ent_coef end_ent_coef".split())
+    may_be_0 = shares | {"seed", "num_workers", "update_epochs", "ent_coef", "end_ent_coef", "prio_alpha"}
+    may_be_0 |= {"eval_every", "checkpoint_every"}
     for name, value in vars(args).items():
         if type(value) in (int, float):
             highest = 1 if name in shares else sys.maxsize
@@ -234,6 +237,13 @@ def resolve(args: Args, device: torch.device) -> Args:
         refuse("--vec-env device: the real MettaGrid plays on the CPU; subproc works, with --num-workers 0 too")
     if args.env_config and args.env_id != "mettagrid":
         refuse(f"--env-config {args.env_config}: is of --env-id mettagrid, not {args.env_id}")
+    if args.num_workers is None:  # as many as the games can be dealt out to evenly, whatever number of cores there is
+        counts = range(most_workers, 0, -1)
+        most_workers = next((n for n in counts if args.num_envs % (n * args.async_factor) == 0), 1)
+        args = replace(args, num_workers=most_workers)
+    if args.threads is None:  # all threads wait for one whose core a worker has
+        busy = args.num_workers if args.vec_env == "subproc" else 0
+        args = replace(args, threads=min(max(CORES - busy, 1), 8))
     if args.vec_env == "subproc" and args.num_workers:
         if args.num_workers > args.num_envs:
             refuse(f"--num-workers {args.num_workers}: more than games; at most --num-envs {args.num_envs} works")
@@ -558,8 +568,10 @@ class TokenBag(nn.Module):
 
     @torch.compiler.disable
     def sparse(self, tokens: torch.Tensor) -> torch.Tensor:
-        there, tokens = tokens[:, :, 0] < 255, self.see.face(tokens)
-        end = there.sum(1).cumsum(0)
+        there = tokens[:, :, 0] < 255
+        number = there.sum(1)
+        most = int(number.max())  # they stand in front
+        there, tokens, end = there[:, :most], self.see.face(tokens[:, :most]), number.cumsum(0)
         channel, cell, weight = self.see(tokens[there])
         start = F.pad(end[:-1], (1, 0)).int()
         return SparseLinear.apply(self.table, channel * self.see.cells + cell, start, weight) + self.bias
@@ -680,8 +692,8 @@ class Agent(nn.Module):
     def forward(self, tokens: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x = self.encoder(tokens.flatten(0, 1)).unflatten(0, tokens.shape[:2])
         if self.rnn is not None:
-            # Memory is lost where an episode begins, so the layer, which takes many steps in one call, is stopped there:
-            # on a CPU where one does (a third of the loop's time), on a GPU, which could only ask, at every step.
+            # The layer takes many steps in one call, but not over a reset. A CPU looks for those, which makes the loop
+            # three times as fast; asking a GPU would be a sync, so there it is one step a call.
             cuts = range(1, len(x)) if x.is_cuda else (reset[1:].any(1).nonzero().flatten() + 1).tolist()
             parts = []
             for start, end in pairwise([0, *cuts, len(x)]):

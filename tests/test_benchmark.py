@@ -1,5 +1,6 @@
 """The benchmark without measuring: what it makes of numbers, what it writes where, and what it refuses."""
 
+import importlib.util
 import json
 import os
 import re
@@ -14,9 +15,11 @@ import torch
 import benchmark
 import dqn_mario_async
 import dqn_snake_sb3_compat as script
+import ppo_metta
 from benchmark import Options, main, write_env
 
-CPU, ROOT = torch.device("cpu"), Path(__file__).parent.parent
+CPU, CUDA, ROOT = torch.device("cpu"), torch.device("cuda"), Path(__file__).parent.parent
+REAL = pytest.mark.skipif(importlib.util.find_spec("mettagrid") is None, reason="needs mettagrid")
 ABOUT = {"commit": "abc", "date": "2026-01-01", "hardware": "a GPU", "versions": {"torch": "2"}}
 ENV = {"OPTIMAL_BATCH_SIZE": "8192", "USE_TORCH_COMPILE": "false", "USE_FLASH_ATTENTION": "true", "USE_BF16": "true"}
 
@@ -323,6 +326,8 @@ def test_the_spread_that_is_allowed_is_the_larger_of_then_and_now() -> None:
         (dict(compare="then.json"), '{"table": "env", "device": "cpu", "ratios": {"a": [1]}}', "no ratios of train"),
         (dict(json="nowhere/file.json"), None, "--json nowhere/file.json: its folder"),
         (dict(repeats=0), None, "--repeats 0: must be at least 1"),
+        (dict(suite="metta", seconds=0), None, "--seconds 0: must be at least 1"),
+        (dict(seconds=60), None, "--seconds 60: is of the runs of metta-presets"),
         (dict(device="cuda"), None, "--device cuda: "),
     ],
 )  # fmt: skip
@@ -596,3 +601,189 @@ def test_readings_of_a_run_are_in_seconds_since_its_start(tmp_path, monkeypatch)
     curve = benchmark.readings("one", "eval/flags")
     assert curve == [[64.0, 0.25], [124.0, 0.5]]
     assert [benchmark.first_after(curve, minutes) for minutes in (1, 2, 15)] == [0.25, 0.5, 0.5]
+
+
+# ------------------------------------------------------------------------------------------------ the arena
+
+
+@pytest.fixture
+def arena(monkeypatch):
+    """A made-up machine of two cores: what runs of ppo_metta.py and parts of it would give. The flags it was asked for.
+
+    Games make 50,000 steps/s in a process and the network 40,000 on a thread, rollouts 30,000, both together 12,000.
+    """
+    asked = []
+
+    def run(flags: str, options: Options, script: str) -> dict:
+        asked.append(flags)
+        rate = 30_000.0 if "--update-epochs 0" in flags else 12_000.0
+        one = {"env_steps_per_second": rate, "rollout_fraction": 0.5, "train_fraction": 0.5, "env_steps": 10**6}
+        one |= {"updates_per_second": 2.0, "samples_per_second": rate, "replay_ratio": 1.0, "peak_memory_gib": 1.5}
+        one |= {"precision": "float32", "sdpa": None, "compiled": "--compile" in flags, "cudagraph": False}
+        return one | {"eval_score_mean": float(len(asked)), "run": "none"}
+
+    def apart(function, **arguments):
+        asked.extend(arguments.get("variants", [arguments.get("flags", "")]))
+        if function is benchmark.metta_mflops:
+            return [int((re.findall("--hidden-size (.*)", flags) or [128])[0]) / 320 for flags in arguments["variants"]]
+        if function is benchmark.metta_env_rate:
+            return 50_000.0
+        if function is benchmark.sb3_arena_rate:
+            rate = (2000.0 if arguments["rule_book"] else 4000.0) / arguments["threads"]
+            return {"env_steps_per_second": rate, "games": 100.0, "rollouts": 60.0, "learning": 90.0}
+        acting = benchmark.metta_args(arguments["flags"], arguments["device"]).threads * 40_000
+        times = {"agents": 384, "one": [0.2, 0.3, 0.4], "all": [384_000 / acting, 10.0, 11.0]}
+        return times | {"env_steps_per_second": 50_000.0}
+
+    monkeypatch.setattr(benchmark, "run", run)
+    monkeypatch.setattr(benchmark, "apart", apart)
+    monkeypatch.setattr(benchmark, "logged", lambda folder: dict.fromkeys(PHASES, 2.0) | {"perf/gpu_util": 70.0})
+    monkeypatch.setattr(ppo_metta, "CORES", 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    return asked
+
+
+PHASES = [f"perf/{phase}_ms" for phase in ("act", "env", "store", "learn", "log")]
+METTA = ["metta-speed", "metta-peer", "metta-presets", "diagnose"]
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return {name: values for name, *values in rows}
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@pytest.mark.parametrize("name", [*METTA, pytest.param("metta-subproc", marks=REAL)])
+def test_every_command_of_the_arena_is_understood(arena, name, device) -> None:
+    for fast in (True, False):
+        text, raw = benchmark.TABLES[name](Options(name, fast=fast, repeats=1), device)
+        json.dumps(raw)
+    assert text.count("\n|") > 2 and len({line.count(" | ") for line in text.splitlines() if line[:1] == "|"}) == 1
+    for flags in arena:
+        benchmark.metta_args(flags, device.type)
+
+
+def test_the_width_of_half_a_megaflop_is_found(arena) -> None:
+    text, _ = benchmark.table_metta_speed(Options(fast=True), CPU)
+    assert cells(text)["default"][0] == "0.40" and cells(text)["`--hidden-size 160`"][0] == "0.50"
+    assert cells(text)["default"][1:4] == ["24,000 (24,000–24,000)", "24,000 (24,000–24,000)", "12,000 (12,000–12,000)"]
+
+
+def test_sb3_s_ppo_runs_with_its_faster_threads(arena) -> None:
+    text, raw = benchmark.table_metta_peer(Options(fast=True), CPU)
+    rows = cells(text)
+    assert rows["SB3's PPO, our batched arena"][:2] == ["4,000 (4,000–4,000)", "3.0 (3.0–3.0)"]
+    assert rows["SB3's PPO, the rule book"][1:] == ["6.0 (6.0–6.0)", "100.0", "60.0", "90.0"]
+    assert rows["`ppo_metta.py --rnn none`"][1:] == ["", "16.7", "50.0", "16.7"]
+    assert text.endswith("Threads of SB3: 1.") and raw["ratios"]["SB3's PPO, the rule book"] == [6.0, 6.0]
+
+
+@REAL
+@pytest.mark.parametrize("cores, most", [(2, 40_000), (1, 1 / (1 / 50_000 + 1 / 40_000))])
+def test_what_a_worker_and_a_thread_could_reach_at_most(arena, monkeypatch, cores, most) -> None:
+    """On two cores what the slower of them makes alone, on one core what they make in turn."""
+    monkeypatch.setattr(ppo_metta, "CORES", cores)
+    text, raw = benchmark.table_metta_subproc(Options(repeats=1), CPU)
+    found = raw["settings"][""]
+    assert found["possible"] == [pytest.approx(most)] and found["shares"]["rollouts"] == [pytest.approx(30_000 / most)]
+    assert found["shares"]["end to end"] == [pytest.approx(12_000 * (1 / 30_000 + 1 / 24_000))]
+    assert cells(text)["default"][:2] == ["1", "1"] and cells(text)["default"][-1] == "90% (90%–90%)"
+
+
+def test_presets_run_for_as_long_as_was_asked(arena, tmp_path) -> None:
+    main(Options("metta-presets", "cpu", repeats=2, seconds=60))
+    assert all("--max-seconds 60 " in flags for flags in arena) and len(arena) == 4
+    section = (tmp_path / "benchmarks.md").read_text().split("<!-- metta-presets cpu -->")[1].split("<!-- end -->")[0]
+    assert cells(section)["`--preset ultra-fast`"][0] == "1" and "3.00 · 4.00 | 3.50" in section
+    assert "`python benchmark.py --suite metta-presets --repeats 2 --seconds 60` on" in section
+
+
+def test_diagnosis_has_every_switch_and_what_a_gpu_does(arena) -> None:
+    text, _ = benchmark.table_diagnose(Options(repeats=1), CPU)
+    assert cells(text)["`--threads 1`"][3:5] == ["0.20 / 0.30 / 0.40", "9.60 / 10.00 / 11.00"]
+    assert "not measured without a GPU" in text and "GPU busy" not in text
+    text, raw = benchmark.table_diagnose(Options(repeats=1), CUDA)
+    assert cells(text)["`--cudagraph`"][5] == "70%" and raw["switches"][""]["gpu_util"] == [70.0]
+
+
+def test_scalars_of_a_run_are_weighed_by_its_steps(tmp_path) -> None:
+    with ppo_metta.SummaryWriter(tmp_path) as writer:
+        for step, value in ((10, 1.0), (40, 3.0)):
+            writer.add_scalar("perf/act_ms", value, step)
+        writer.add_scalar("perf/warmup_s", 7.0, 0)
+    assert benchmark.logged(tmp_path) == {"perf/act_ms": 2.5, "perf/warmup_s": 7.0}
+
+
+def test_percentiles_are_of_the_calls_that_count() -> None:
+    calls = []
+    mean, p95, p99 = benchmark.timings(
+        lambda: time.sleep(0.1 if len(calls) < 3 else 0.001) or calls.append(0), 0, "cpu"
+    )
+    assert len(calls) == 60 and 1 <= mean <= p99 and p95 <= p99 < 50
+
+
+def test_operations_are_those_of_the_layers() -> None:
+    others = [f"--num-envs 2 --network {network}" for network in ("box-cnn", "token-attention")]
+    assert min(benchmark.metta_mflops(others, "cpu")) > 1
+    lstm, none, wide = benchmark.metta_mflops(
+        [f"--num-envs 2 {flags}" for flags in ("--hidden-size 32", "--hidden-size 32 --rnn none", "--rnn none")], "cpu"
+    )
+    assert 1e6 * (lstm - none) == pytest.approx(2 * 4 * 32 * 64)
+    tokens = (1e6 * none - 2 * 32 * (32 + 26)) / (2 * 32)  # what is left is the bag's
+    assert 10 < tokens < 200 and 1e6 * wide == pytest.approx(2 * 128 * (tokens + 128 + 26))
+
+
+def test_the_arenas_of_sb3_are_those_of_the_trainer() -> None:
+    args = benchmark.metta_args("--num-envs 3", "cpu")
+    book, batch = (benchmark.sb3_lanes(args, rule_book, CPU) for rule_book in (True, False))
+    assert (book.reset() == batch.reset()).all() and book.num_envs == batch.num_envs == 18
+    torch.manual_seed(0)
+    cut = set()
+    for _ in range(1000):
+        actions = torch.randint(25, (18,)).numpy()
+        found, expected = (games.step(actions) for games in (book, batch))
+        for mine, theirs in zip(found[:3], expected[:3]):
+            assert (mine == theirs).all() and mine.dtype == theirs.dtype
+        ends = [lane for lane, info in enumerate(found[3]) if info]
+        assert ends == found[2].nonzero()[0].tolist() == [lane for lane, info in enumerate(expected[3]) if info]
+        for lane in ends:
+            ours, other = (infos[lane]["terminal_observation"] for infos in (found[3], expected[3]))
+            assert (ours == other).all() and found[3][lane]["TimeLimit.truncated"]
+        cut |= set(ends)
+    assert cut == set(range(18))
+
+
+@pytest.mark.parametrize("rule_book", [False, True])
+def test_sb3_s_ppo_learns_in_the_arena(rule_book) -> None:
+    found = benchmark.sb3_arena_rate("--rnn none --num-envs 2 --hidden-size 16", rule_book, 1, 0.1, "cpu")
+    parts = found["games"] + found["rollouts"] + found["learning"]
+    assert parts == pytest.approx(1e6 / found["env_steps_per_second"]) and min(found.values()) > 0
+
+
+def test_parts_of_the_trainer_run_alone() -> None:
+    flags = "--num-envs 4 --hidden-size 16 --threads 1"
+    found = benchmark.metta_parts(flags, 0.1, "cpu")
+    assert found["agents"] == 24 and found["env_steps_per_second"] > 0 and 0 < found["one"][0] < found["all"][2]
+    workers = f"{flags} --vec-env subproc --num-workers 2 --async-factor 2"
+    assert benchmark.metta_latency(workers, 0.1, "cpu")["agents"] == 12
+    assert benchmark.metta_env_rate(workers, 0.1, "cpu") > 0
+
+
+def test_a_scripted_player_gets_more_hearts_than_chance(monkeypatch) -> None:
+    monkeypatch.setitem(ppo_metta.VARIANTS["MettaArena-v0"], "max_steps", 200)
+    easy = benchmark.ARENAS["arena, easy"]
+    assert benchmark.scripted_hearts(easy, 6) > 5 * benchmark.random_hearts(easy, 24) + 1
+
+
+@pytest.mark.games
+@REAL
+def test_chance_gets_some_hearts_of_the_real_mettagrid() -> None:
+    assert 0.5 < benchmark.random_hearts(benchmark.REAL, 32) < 5
+
+
+def test_hearts_of_all_players_stand_side_by_side(monkeypatch) -> None:
+    monkeypatch.setattr(benchmark, "apart", lambda function, **_: 3.0 if function is benchmark.scripted_hearts else 0.5)
+    monkeypatch.setattr(benchmark.util, "find_spec", lambda name: True)
+    text, raw = benchmark.table_metta_hearts(Options(), CPU)
+    assert cells(text)["arena, easy"] == ["0.500", "3.00"] and cells(text)["MettaGrid"] == ["0.500", "–"]
+    json.dumps(raw)

@@ -374,6 +374,14 @@ def test_prioritised_segments_are_those_with_large_advantages(run, monkeypatch) 
     assert np.mean([{5, 29} <= set(segments) for segments in asked]) > 0.9
 
 
+def test_without_epochs_the_agents_only_play(run) -> None:
+    short, first = run(update_epochs=0)
+    long, second = run(update_epochs=0, total_timesteps=384 * 8, run_name="second")
+    assert (short["env_steps"], long["env_steps"]) == (384 * 4, 384 * 8)
+    assert long["updates_per_second"] == long["replay_ratio"] == 0 and long["rollout_fraction"] > 0.9
+    assert heads(short, first) == heads(long, second) and "losses/pg_loss" not in scalars(second)
+
+
 def test_a_large_policy_step_ends_the_iteration(run) -> None:
     flags = dict(learning_rate=0.05, anneal_lr=False)
     assert checkpoint(run(**flags)[1])["counters"][1] == 16
@@ -646,6 +654,21 @@ def test_presets_have_mettas_sizes_and_flags_override_them(preset) -> None:
     assert resolve(Args(device="cpu", preset=preset, learning_rate=1.0), CPU).learning_rate == 1.0
 
 
+@pytest.mark.parametrize(
+    "cores, flags, workers, threads",
+    [
+        (1, {}, 1, 1), (2, {}, 1, 1), (12, {}, 4, 8), (48, {}, 16, 8), (96, {}, 32, 8), (7, {"num_envs": 30}, 3, 4),
+        (8, {"num_envs": 2}, 1, 7), (32, {"preset": "ultra-fast"}, 16, 8), (7, {"preset": "ultra-fast"}, 2, 5),
+        (64, {"preset": "original"}, 1, 8), (2, {"num_workers": 2}, 2, 1), (4, {"vec_env": "device"}, 2, 4),
+    ],
+)  # fmt: skip
+def test_workers_divide_the_games_and_leave_cores_on_any_machine(monkeypatch, cores, flags, workers, threads) -> None:
+    monkeypatch.setattr(ppo_metta, "CORES", cores)
+    monkeypatch.setitem(ppo_metta.PRESETS["default"]["both"], "num_workers", cores)
+    args = resolve(Args(**{"device": "cpu", "vec_env": "subproc"} | flags), CPU)
+    assert (args.num_workers, args.threads) == (workers, threads)
+
+
 def test_default_sizes_follow_the_number_of_agents() -> None:
     for num_envs, agents, parts in ((256, 6, 1), (7, 4, 1), (192, 8, 2)):
         args = resolve(Args(device="cpu", num_envs=num_envs, grad_accumulation=parts), CPU)
@@ -767,7 +790,7 @@ def test_control_c_saves_and_exits_0(tmp_path, vec_env) -> None:
 
 BAD = [
     *({name: 0} for name in "num_envs batch_size minibatch_size hidden_size threads bptt_horizon log_every".split()),
-    *({name: 0} for name in "update_epochs grad_accumulation action_repeat async_factor".split()),
+    *({name: 0} for name in "grad_accumulation action_repeat async_factor".split()),
     *({name: -1} for name in "total_timesteps max_seconds num_envs batch_size eval_every num_workers seed".split()),
     *({name: 0.0} for name in "learning_rate target_kl max_grad_norm vf_coef".split()),
     *({name: 1.5} for name in "gamma gae_lambda prio_beta0".split()),
