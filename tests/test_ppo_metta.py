@@ -604,7 +604,7 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "clip_coef": (1e-4, heads),
     "vf_clip_coef": (1e-4, heads),
     "ent_coef": (0.5, heads),
-    "end_ent_coef": (0.0, lambda s, f: np.ptp(scalars(f)["losses/ent_coef"]) > 0),
+    "end_ent_coef": (0.005, lambda s, f: np.ptp(scalars(f)["losses/ent_coef"]) > 0),
     "vf_coef": (5.0, heads),
     "max_grad_norm": (1e-3, heads),
     "prio_alpha": (0.7, heads),
