@@ -11,6 +11,7 @@ Suites, with their tables, and how long they take on two cores:
     sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py beside the original       30 minutes
     metta: metta-hearts, metta-speed, metta-peer, metta-subproc: the arena without learning, ppo_metta.py by network,
         beside SB3, with workers: 20 minutes; metta-presets: five minutes a run         50 minutes
+    metta-learn: hearts after ten minutes of the arena, navigation and MettaGrid        95 minutes
     diagnose: speed, latency and memory of ppo_metta.py before and after each switch    30 minutes
     mario: mario-env, mario-async: games, emulator and collectors; beside learning      14 minutes
     mario-learn: flags after 1, 5 and 15 minutes, three seeds                           50 minutes
@@ -74,7 +75,8 @@ QUICK = "--eval-every 0 --eval-episodes 1"  # of runs that are measured for spee
 SUITES = {"snake": ["env", "act", "train", "update"], "sb3": ["sb3-speed", "sb3-learn", "sweep"]}
 SUITES |= {"metta": [f"metta-{table}" for table in ("hearts", "speed", "peer", "subproc", "presets")]}
 SUITES |= {"mario": ["mario-env", "mario-async"]}
-SUITES |= {name: [name] for name in "diagnose mario-learn mario-real switches scaling learn time-to-score".split()}
+ALONE = "metta-learn diagnose mario-learn mario-real switches scaling learn time-to-score"
+SUITES |= {name: [name] for name in ALONE.split()}
 SUITES |= {"all": [table for tables in SUITES.values() for table in tables]}
 
 
@@ -1355,6 +1357,29 @@ def table_metta_presets(options: Options, device: torch.device) -> tuple[str, di
     header = "flags | workers | agent steps/s | updates/s | replay ratio | agent steps | hearts, seeds "
     header += f"{' · '.join(map(str, options.seeds))} | mean | trainer's peak GiB"
     return f"{table(header, rows)}\n\n{seconds} seconds each.", {"runs": raw}
+
+
+def table_metta_learn(options: Options, device: torch.device) -> tuple[str, dict]:
+    """`ppo_metta.py` at its defaults for ten minutes a seed: hearts per agent in 240 episodes of agents at the end.
+
+    Beside them those of random and of scripted players; nobody wrote a script for the real MettaGrid.
+    """
+    games = {"arena, easy": "", "navigation": ARENAS["navigation"]}
+    games |= {"MettaGrid": REAL} if util.find_spec("mettagrid") else {}
+    rows, raw = [], []
+    for name, flags in games.items():
+        budget = f"--max-seconds {20 if options.fast else 600} --eval-every 0 {flags}".strip()
+        runs = [metta_run(f"{budget} --seed {seed}", options) for seed in options.seeds]
+        scores = [one["eval_score_mean"] for one in runs]
+        random_ = apart(random_hearts, flags=flags, agent_episodes=240)
+        scripted = None if flags == REAL else apart(scripted_hearts, flags=flags, agent_episodes=60)
+        raw.append({"game": name, "runs": runs, "random": random_, "scripted": scripted})
+        mean, steps = statistics.mean(scores), middle(runs, "env_steps")
+        row = [f"`{flags}`" if flags else name, " · ".join(f"{score:.2f}" for score in scores), f"{mean:.2f}"]
+        row += [f"{random_:.2f}", f"{scripted:.1f}" if scripted else "–", f"{mean / scripted:.0%}" if scripted else "–"]
+        rows.append([*row, f"{steps:,.0f}", spread(column(runs, "env_steps_per_second"))])
+    header = f"game | hearts, seeds {' · '.join(map(str, options.seeds))} | mean | random | scripted | of scripted"
+    return table(f"{header} | agent steps | agent steps/s", rows), {"games": raw}
 
 
 def metta_parts(flags: str, seconds: float, device: str) -> dict[str, Any]:

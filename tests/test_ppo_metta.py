@@ -674,7 +674,7 @@ def test_default_sizes_follow_the_number_of_agents() -> None:
         args = resolve(Args(device="cpu", num_envs=num_envs, grad_accumulation=parts), CPU)
         args = ppo_metta.with_sizes(args, agents * num_envs, 1000)
         assert args.batch_size == num_envs * agents * args.bptt_horizon
-        assert args.batch_size / args.minibatch_size in (7, 8)
+        assert args.batch_size / args.minibatch_size in (14, 16)
 
 
 def test_rules_reach_the_games() -> None:
