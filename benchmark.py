@@ -1048,11 +1048,19 @@ def metta_mflops(variants: list[str], device: str) -> list[float]:
     def bag(table: torch.Size, row: torch.Size, *_: Any, **__: Any) -> int:
         return 2 * math.prod(row) * table[1]
 
-    kinds, found = (torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only), []
+    def lstm(x: torch.Size, input_weight: torch.Size, hidden_weight: torch.Size, *_: Any, **__: Any) -> int:
+        return 2 * math.prod(x[:2]) * (math.prod(input_weight) + math.prod(hidden_weight))
+
+    def cudnn_rnn(x: torch.Size, weights: list[torch.Size], *_: Any, **__: Any) -> int:
+        return 2 * math.prod(x[:2]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
+
+    aten, found = torch.ops.aten, []
+    uncounted = {aten._embedding_bag: bag, aten._embedding_bag_forward_only: bag, aten.mkldnn_rnn_layer: lstm}
+    uncounted[aten._cudnn_rnn] = cudnn_rnn
     for flags in variants:
         agent, obs = metta_agent(metta_args(flags, device), torch.device(device))
         state = torch.zeros(len(obs), agent.state_size, device=device)
-        counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(kinds, bag))
+        counter = FlopCounterMode(display=False, custom_mapping=uncounted)
         agent.requires_grad_(False)  # under no_grad the counter trips over views of weights
         with counter:
             agent(obs[None], state, torch.zeros(1, len(obs), dtype=torch.bool, device=device))
