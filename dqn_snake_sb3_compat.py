@@ -6,7 +6,8 @@
     python dqn_snake_sb3_compat.py --import-sb3 model.zip --export-sb3 more.zip   # goes on where SB3 stopped, and back
     python dqn_snake_sb3_compat.py --evaluate latest --render                     # watch the last agent play
 
-On two CPU cores `--compile` makes 5.5 times SB3's steps per second on CartPole and Snake, without it 2 (benchmarks.md).
+On two CPU cores `--compile` makes 5.6 times SB3's steps per second on CartPole and Snake, without it 2 (benchmarks.md).
+What SB3's defaults do not learn, this does not learn either: on 20 x 20 two minutes are too few for the first apple.
 
 To read it: `QNetwork` has SB3's layers and names, and the loop in `main` is SB3's `learn`, `collect_rollouts` and
 `train` in one piece. tests/test_dqn_snake_sb3_compat.py holds both side by side, number for number.
