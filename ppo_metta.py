@@ -117,7 +117,7 @@ class Args:
     """rewards are learned from times this: Adam's steps leave a noise in the values that small ones drown in (None: by
     preset)"""
     gamma: float | None = None
-    """discount (None: by preset)"""
+    """discount (None: by preset and --env-id)"""
     gae_lambda: float | None = None
     """how far advantages look ahead (None: by preset)"""
     rho_clip: float = 1.0
@@ -196,6 +196,7 @@ PRESETS = {  # of flags that are None
         "both": dict(env_id="MettaArena-v0", vec_env="device", num_workers=CORES, async_factor=2, bptt_horizon=32,
                      learning_rate=3e-3, reward_scale=10.0, gamma=0.97, gae_lambda=0.95, clip_coef=0.2,
                      vf_clip_coef=10.0, ent_coef=0.005, end_ent_coef=0.001, vf_coef=0.5),
+        "MettaNavigation-v0": dict(gamma=0.95),  # an altar is near, where the arena's hearts take several errands
     },
     "original": {"both": DEMO | dict(num_envs=64, batch_size=16_384, minibatch_size=512, bptt_horizon=64,
                                      num_workers=1, async_factor=1)},
@@ -206,7 +207,8 @@ PRESETS = {  # of flags that are None
 
 def resolve(args: Args, device: torch.device) -> Args:
     """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
-    defaults = PRESETS[args.preset]["both"] | PRESETS[args.preset].get(device.type, {})
+    preset = PRESETS[args.preset]
+    defaults = preset["both"] | preset.get(device.type, {}) | preset.get(args.env_id, {})
     if args.env_id == "mettagrid":
         defaults["vec_env"] = "subproc"
     if args.total_timesteps is None:
