@@ -1398,12 +1398,12 @@ def table_metta_learn_arena(options: Options, device: torch.device) -> tuple[str
 
 
 def table_metta_learn_navigation(options: Options, device: torch.device) -> tuple[str, dict]:
-    """The same in `--env-id MettaNavigation-v0`, where 80 % of the scripted player's hearts are wanted."""
+    """`ppo_metta.py --env-id MettaNavigation-v0` as in metta-learn-arena. Wanted: 80 % of the scripted one's hearts."""
     return metta_learned(ARENAS["navigation"], options)
 
 
 def table_metta_learn_real(options: Options, device: torch.device) -> tuple[str, dict]:
-    """The same in `--env-id mettagrid --vec-env subproc`, mines and altars; nobody wrote a script for that.
+    """`ppo_metta.py --env-id mettagrid` as in metta-learn-arena: mines and altars, for which nobody wrote a script.
 
     Wanted: five times the hearts of random play.
     """
