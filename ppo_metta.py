@@ -81,7 +81,7 @@ class Args:
     agents: int | None = None
     """agents of an instance (None: as the env-id has it)"""
     num_envs: int | None = None
-    """games played side by side, each of several agents (None: by preset)"""
+    """games played side by side, each of several agents (None: by preset and --env-id)"""
     action_repeat: int = 1
     """steps that an action lasts"""
     vec_env: Literal["device", "subproc"] | None = None
@@ -111,8 +111,8 @@ class Args:
     """parts of a minibatch that go through the network one after another; the gradient is that of all"""
     bptt_horizon: int | None = None
     """steps of a segment, the unit of learning that gradients flow through (None: by preset)"""
-    update_epochs: int = 1
-    """times that a rollout is learned from (0: the agents only play)"""
+    update_epochs: int | None = None
+    """times that a rollout is learned from (0: the agents only play; None: by preset and --env-id)"""
     reward_scale: float | None = None
     """rewards are learned from times this: Adam's steps leave a noise in the values that small ones drown in (None: by
     preset)"""
@@ -131,7 +131,7 @@ class Args:
     vf_clip_coef: float | None = None
     """values are clipped this far from what they were (None: by preset)"""
     ent_coef: float | None = None
-    """weight of the entropy bonus (None: by preset)"""
+    """weight of the entropy bonus (None: by preset and --env-id)"""
     end_ent_coef: float | None = None
     """weight it falls to, linearly, by the end of the run (None: by preset, Metta's let it stay)"""
     vf_coef: float | None = None
@@ -188,15 +188,17 @@ class Args:
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 DEMO = dict(env_id="MettaNavigation-v0", vec_env="subproc", learning_rate=3e-4, gamma=0.99, gae_lambda=0.95)
-DEMO |= dict(reward_scale=1.0, clip_coef=0.1, vf_clip_coef=0.1, ent_coef=0.01, vf_coef=0.44)
+DEMO |= dict(update_epochs=1, reward_scale=1.0, clip_coef=0.1, vf_clip_coef=0.1, ent_coef=0.01, vf_coef=0.44)
 PRESETS = {  # of flags that are None
     "default": {
         "cpu": dict(num_envs=128),
         "cuda": dict(num_envs=4096),
         "both": dict(env_id="MettaArena-v0", vec_env="device", num_workers=CORES, async_factor=2, bptt_horizon=32,
-                     learning_rate=3e-3, reward_scale=10.0, gamma=0.97, gae_lambda=0.95, clip_coef=0.2,
+                     update_epochs=1, learning_rate=3e-3, reward_scale=10.0, gamma=0.97, gae_lambda=0.95, clip_coef=0.2,
                      vf_clip_coef=10.0, ent_coef=0.005, end_ent_coef=0.001, vf_coef=0.5),
-        "MettaNavigation-v0": dict(gamma=0.95),  # an altar is near, where the arena's hearts take several errands
+        # An altar is near, where the arena's hearts take several errands; in the real game a mine is at hand as well.
+        "MettaNavigation-v0": dict(gamma=0.95),
+        "mettagrid": dict(num_envs=32, gamma=0.9, ent_coef=0.001, end_ent_coef=0.0001, update_epochs=2),
     },
     "original": {"both": DEMO | dict(num_envs=64, batch_size=16_384, minibatch_size=512, bptt_horizon=64,
                                      num_workers=1, async_factor=1)},
@@ -1033,6 +1035,7 @@ def main(args: Args) -> dict:
     device = pick_device(args.device)
     args = resolve(args, device)
     torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)  # denormal numbers were seen to cost a run two thirds of its updates/s
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
     sdpa, wanted = None, args.sdpa
