@@ -669,6 +669,15 @@ def test_workers_divide_the_games_and_leave_cores_on_any_machine(monkeypatch, co
     assert (args.num_workers, args.threads) == (workers, threads)
 
 
+def test_defaults_follow_the_game_unless_a_flag_or_preset_says_otherwise() -> None:
+    games = None, "MettaArena-v0", "MettaNavigation-v0", "mettagrid"
+    chosen = [resolve(Args(device="cpu", env_id=game), CPU) for game in games]
+    assert [args.gamma for args in chosen] == [0.97, 0.97, 0.95, 0.9]
+    assert [args.num_envs for args in chosen] == [128, 128, 128, 32]
+    assert resolve(Args(device="cpu", env_id="mettagrid", num_envs=64), CPU).num_envs == 64
+    assert resolve(Args(device="cpu", env_id="mettagrid", preset="original"), CPU).gamma == 0.99
+
+
 def test_default_sizes_follow_the_number_of_agents() -> None:
     for num_envs, agents, parts in ((256, 6, 1), (7, 4, 1), (192, 8, 2)):
         args = resolve(Args(device="cpu", num_envs=num_envs, grad_accumulation=parts), CPU)
@@ -727,6 +736,12 @@ def test_summary_and_tensorboard(run) -> None:
     expected += "losses/approx_kl losses/clipfrac losses/explained_variance losses/skipped_updates eval/score_mean "
     expected += "perf/act_ms perf/env_ms perf/store_ms perf/learn_ms perf/log_ms perf/rollout_fraction perf/warmup_s"
     assert set(expected.split()) <= set(scalars(folder))
+
+
+def test_denormal_numbers_are_flushed(run) -> None:
+    torch.set_flush_denormal(False)
+    run()
+    assert (torch.tensor([1e-39]) * 0.5).item() == 0
 
 
 def test_evaluation_does_not_count_into_speed(run, monkeypatch) -> None:
