@@ -405,7 +405,7 @@ class Replay:
     def __init__(self, args: Args, envs: SnakeBatch, device: torch.device) -> None:
         self.rows, self.num_envs = max(args.buffer_size // args.num_envs, args.n_step), args.num_envs
         self.n_step, self.gamma, board = args.n_step, args.gamma, envs.rules.board
-        refuse_if_too_large("--buffer-size", self.rows * self.num_envs * (2 * envs.rules.cells + 9), device)
+        refuse_if_too_large("--buffer-size", args.buffer_size, 2 * envs.rules.cells + 9, device)
 
         def ring(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(self.rows, self.num_envs, *shape, dtype=dtype, device=device)
@@ -517,14 +517,16 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def refuse_if_too_large(flag: str, needed: int, device: torch.device) -> None:
-    """Refuse storage of `needed` bytes that does not fit."""
+def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
+    """Refuse storage of `value` * `each` + `fixed` bytes that does not fit; says which multiple of `unit` does."""
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0]
     else:
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    if needed > 0.9 * room:
-        refuse(f"{flag}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; choose a smaller one")
+    needed, most = value * each + fixed, (0.9 * room - fixed) // each // unit * unit
+    if value > most:
+        works = f"at most {most:.0f} works" if most > 0 else "fewer games work"
+        refuse(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; {works}")
 
 
 def pick_device(name: str) -> torch.device:

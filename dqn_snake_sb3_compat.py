@@ -401,7 +401,8 @@ class Replay:
         shape = (self.rows, args.num_envs)
         obs = [(shape + space.shape, space.dtype)] * 2
         kinds = [*obs, (shape, np.dtype(np.int64)), (shape, np.dtype(np.float32)), (shape, np.dtype(np.float32))]
-        refuse_if_too_large("--buffer-size", sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds), device)
+        each = 2 * math.prod(space.shape) * space.dtype.itemsize + 16
+        refuse_if_too_large("--buffer-size", args.buffer_size, each, device)
         rings = [torch.from_numpy(np.zeros(*kind)).to(device) for kind in kinds]  # on a CPU memory is taken as it fills
         self.flat = [ring.flatten(0, 1) for ring in rings]
         self.rings = [ring.numpy() for ring in rings] if device.type == "cpu" else rings
@@ -643,14 +644,16 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def refuse_if_too_large(flag: str, needed: int, device: torch.device) -> None:
-    """Refuse storage of `needed` bytes that does not fit."""
+def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
+    """Refuse storage of `value` * `each` + `fixed` bytes that does not fit; says which multiple of `unit` does."""
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0]
     else:
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    if needed > 0.9 * room:
-        refuse(f"{flag}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; choose a smaller one")
+    needed, most = value * each + fixed, (0.9 * room - fixed) // each // unit * unit
+    if value > most:
+        works = f"at most {most:.0f} works" if most > 0 else "fewer games work"
+        refuse(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; {works}")
 
 
 def pick_device(name: str) -> torch.device:

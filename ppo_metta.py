@@ -780,7 +780,8 @@ class Rollout:
     def __init__(self, args: Args, obs: torch.Tensor, state_size: int, device: torch.device) -> None:
         lanes = len(obs)
         steps, self.bptt = args.batch_size // lanes, args.bptt_horizon
-        refuse_if_too_large("--batch-size", args.batch_size * (obs[0].numel() + 40) + 8 * obs.numel(), device)
+        each, fixed, segment = obs[0].numel() + 40, 8 * obs.numel(), lanes * args.bptt_horizon
+        refuse_if_too_large("--batch-size", args.batch_size, each, device, fixed, segment)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -877,14 +878,16 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def refuse_if_too_large(flag: str, needed: int, device: torch.device) -> None:
-    """Refuse storage of `needed` bytes that does not fit."""
+def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
+    """Refuse storage of `value` * `each` + `fixed` bytes that does not fit; says which multiple of `unit` does."""
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0]
     else:
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    if needed > 0.9 * room:
-        refuse(f"{flag}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; choose a smaller one")
+    needed, most = value * each + fixed, (0.9 * room - fixed) // each // unit * unit
+    if value > most:
+        works = f"at most {most:.0f} works" if most > 0 else "fewer games work"
+        refuse(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; {works}")
 
 
 def pick_device(name: str) -> torch.device:

@@ -790,6 +790,12 @@ def test_summary_and_tensorboard(run) -> None:
     assert all(np.isfinite(values).all() for values in read.values())
 
 
+def test_denormal_numbers_are_flushed(run) -> None:
+    torch.set_flush_denormal(False)
+    run()
+    assert (torch.tensor([1e-39]) * 0.5).item() == 0
+
+
 def test_the_learner_keeps_to_the_replay_ratio_and_lets_it_sink(run, monkeypatch) -> None:
     assert run(replay_ratio=0.5)[0]["replay_ratio"] == pytest.approx(0.5, rel=0.25)  # 200 steps come before learning
     summary = run(num_collectors=1, replay_ratio=1000.0, run_name="behind")[0]  # more than it can do

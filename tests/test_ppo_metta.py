@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 
 import ppo_metta
 from envs.metta import FEATURES, MettaBatch
-from ppo_metta import Agent, Args, Games, Rollout, Tokens, gae, main, ppo_loss, resolve, sample
+from ppo_metta import Agent, Args, Games, Rollout, Tokens, gae, main, ppo_loss, resolve, sample, with_sizes
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -830,6 +830,20 @@ def test_bad_values_are_refused_in_one_line(flags, tmp_path, capsys) -> None:
     flag = next(iter(flags))
     assert error.value.code == 2 and said.count("\n") == 1 and f"--{flag.replace('_', '-')}" in said, said
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_preset_that_does_not_fit_in_memory_says_what_would(monkeypatch, capsys) -> None:
+    args = resolve(Args(preset="ultra-fast", device="cpu"), CPU)
+    obs = torch.zeros(2048, 200, 3, dtype=torch.uint8)
+    args = with_sizes(args, len(obs), 1000)
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 25_600, "SC_PAGE_SIZE": 4096}.get)  # 100 MiB
+    with pytest.raises(SystemExit) as error:
+        Rollout(args, obs, 0, CPU)
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.endswith(
+        "--batch-size 262144: would take 0.2 GiB and there are 0.1; at most 131072 works\n"
+    ), said
+    Rollout(with_sizes(dataclasses.replace(args, batch_size=131_072), len(obs), 1000), obs, 0, CPU)
 
 
 def test_sizes_that_do_not_divide_name_the_nearest_that_does(tmp_path, capsys) -> None:
