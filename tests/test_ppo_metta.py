@@ -886,3 +886,40 @@ def test_it_learns_in_a_minute(tmp_path, monkeypatch) -> None:
     monkeypatch.delitem(ppo_metta.VARIANTS["MettaNavigation-v0"], "max_steps")
     quick = dict(total_timesteps=300_000, eval_episodes=64, eval_every=0, video=False, device="cpu", threads=1)
     assert main(Args(env_id="MettaNavigation-v0", run_dir=str(tmp_path), **quick))["eval_score_mean"] > 1.7
+
+
+# ------------------------------------------------------------------------------------------------ CUDA
+
+
+GPU_FLAGS = [
+    {}, {"bf16": True}, {"fp16": True}, {"tf32": True}, {"rnn": "gru"}, {"network": "box-cnn"}, {"prio_alpha": 0.6},
+    {"network": "token-attention", "bf16": True}, {"grad_accumulation": 2},
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("flags", GPU_FLAGS, ids=str)
+def test_graphs_learn_what_eager_learns(run, flags) -> None:
+    """Also catches numbers frozen at capture: step size, entropy bonus and row of the rollout change."""
+    _, eager = run(run_name="eager", **flags | {"device": "cuda"})
+    summary, graphs = run(run_name="graphs", cudagraph=True, **flags | {"device": "cuda"})
+    assert summary["cudagraph"]
+    assert torch.equal(checkpoint(eager)["generator"], checkpoint(graphs)["generator"])
+    torch.testing.assert_close(agent_weights(graphs), agent_weights(eager), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_compile_modes_on_cuda(run, mode) -> None:
+    assert run(device="cuda", compile=True, compile_mode=mode)[0]["compiled"]
+
+
+@pytest.mark.gpu
+@CUDA
+def test_workers_feed_a_gpu(run) -> None:
+    """Pinned memory, copies that nothing waits for: with weights that do not move the policy ratio stays 1."""
+    flags = dict(vec_env="subproc", num_workers=2, async_factor=2, learning_rate=1e-12, ent_coef=0.0)
+    read = scalars(run(device="cuda", **flags)[1])
+    assert len(read["charts/SPS"]) == 4 and max(map(abs, read["losses/approx_kl"])) < 1e-5
