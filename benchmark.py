@@ -9,18 +9,21 @@ Suites, with their tables, and how long they take on two cores:
 
     snake: env, act, train, update: the game, with the network, learning, the learner   14 minutes
     sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py beside the original       30 minutes
-    metta: metta-hearts, metta-speed, metta-peer, metta-subproc: the arena without learning, ppo_metta.py by network,
-        beside SB3, with workers: 20 minutes; metta-presets: five minutes a run         50 minutes
+    metta: metta-env, metta-hearts, metta-speed, metta-peer, metta-subproc: the arena alone, without learning,
+        ppo_metta.py by network, beside SB3, with workers: 22 minutes; metta-presets: five minutes a run
+                                                                                        52 minutes
     metta-learn: metta-learn-arena, metta-learn-navigation, metta-learn-real:
         hearts after ten minutes of the arena, navigation and MettaGrid                 95 minutes
     diagnose: speed, latency and memory of ppo_metta.py before and after each switch    30 minutes
-    mario: mario-env, mario-async: games, emulator and collectors; beside learning      14 minutes
+    mario: mario-env, mario-async, mario-switches: games, emulator and collectors; collecting beside learning;
+        collectors, games, batches and weights of dqn_mario_async.py                    35 minutes
     mario-learn: flags after 1, 5 and 15 minutes, three seeds                           50 minutes
     mario-real: how far the real 1-1 is played after up to half an hour of it           35 minutes
     switches: every switch alone and together                                           40 minutes
-    scaling: cost as games, batch and board grow                                        25 minutes
+    scaling: cost as games, batch, board and agents grow                                35 minutes
     learn: score after one, two and ten minutes, three seeds                            55 minutes
-    time-to-score: seconds to 5, 10, 20, 30 food beside SB3, up to 20 minutes a run      5 hours
+    time-to-score: seconds to 5, 10, 20, 30 food beside SB3, up to 20 minutes a run      3 hours
+    time-to-hearts, time-to-distance: the same in the arena and in Mario                 3 hours
     all: all of them. --suite also takes the name of a single table
 
 A table replaces its own section of benchmarks.md and leaves the rest alone; raw results go to benchmarks/*.json, and
@@ -42,7 +45,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -61,6 +64,7 @@ from gymnasium.utils.performance import benchmark_vector_step
 from gymnasium.vector import SyncVectorEnv
 from torch.utils.flop_counter import FlopCounterMode
 
+import dqn_mario_async
 import dqn_snake
 import ppo_metta
 from envs import mario
@@ -74,10 +78,10 @@ PLAIN = {"OPTIMAL_BATCH_SIZE": "32", "USE_TORCH_COMPILE": "false", "USE_FLASH_AT
 # dqn_snake_sb3_compat.py's settings while it is measured, so that a .env changes nothing
 QUICK = "--eval-every 0 --eval-episodes 1"  # of runs that are measured for speed
 SUITES = {"snake": ["env", "act", "train", "update"], "sb3": ["sb3-speed", "sb3-learn", "sweep"]}
-SUITES |= {"metta": [f"metta-{table}" for table in ("hearts", "speed", "peer", "subproc", "presets")]}
+SUITES |= {"metta": [f"metta-{table}" for table in ("env", "hearts", "speed", "peer", "subproc", "presets")]}
 SUITES |= {"metta-learn": [f"metta-learn-{game}" for game in ("arena", "navigation", "real")]}
-SUITES |= {"mario": ["mario-env", "mario-async"]}
-ALONE = "diagnose mario-learn mario-real switches scaling learn time-to-score"
+SUITES |= {"mario": ["mario-env", "mario-async", "mario-switches"]}
+ALONE = "diagnose mario-learn mario-real switches scaling learn time-to-score time-to-hearts time-to-distance"
 SUITES |= {name: [name] for name in ALONE.split()}
 SUITES |= {"all": [table for tables in SUITES.values() for table in tables]}
 
@@ -397,23 +401,34 @@ def greedy_score(model: Any, turns: bool, episodes: int = 100) -> float:
     return score.mean().item()
 
 
-def sb3_curve(name: str, seconds: float, every: float, goal: float, **agent: Any) -> list:
-    """[seconds, mean food] of every evaluation on the way, until one reaches `goal`; evaluations stop the clock."""
+def learning_curve(
+    make: Callable[[], Any], test: Callable[[Any], float], seconds: float, every: float, goal: float
+) -> list:
+    """[seconds, what `test` says] of an SB3 agent that learns, until that is `goal`. Testing stops the clock."""
     import stable_baselines3  # noqa: F401  (before the clock starts)
 
     start, paused, curve = time.perf_counter(), 0.0, [[0.0, 0.0]]
-    model = sb3_agent(name, **agent)
+    model = make()
 
-    def test(*_) -> bool:
+    def look(*_) -> bool:
         nonlocal paused
         now = time.perf_counter() - start - paused
         if now >= curve[-1][0] + every:
-            curve.append([now, greedy_score(model, "view" in AGENTS[name])])
+            curve.append([now, test(model)])
             paused = time.perf_counter() - start - now
         return now < seconds and curve[-1][1] < goal
 
-    model.learn(FOREVER, callback=test)
+    model.learn(FOREVER, callback=look)
     return curve
+
+
+def sb3_curve(name: str, seconds: float, every: float, goal: float, **agent: Any) -> list:
+    """`learning_curve` of an agent of AGENTS on Snake: mean food."""
+
+    def test(model: Any) -> float:
+        return greedy_score(model, "view" in AGENTS[name])
+
+    return learning_curve(lambda: sb3_agent(name, **agent), test, seconds, every, goal)
 
 
 # ------------------------------------------------------------------------------------------ Snake: the other tables
@@ -594,54 +609,57 @@ def free_gib(device: torch.device) -> float:
 
 
 def table_scaling(options: Options, device: torch.device) -> tuple[str, dict]:
-    """What a step costs as work grows, end to end: `dqn_snake.py` with one flag changed, smallest first.
+    """What a step costs as work grows, end to end: a script with one flag changed, smallest first.
 
-    A size whose memory, judged by the growth so far, would not fit is not started.
+    A step of `ppo_metta.py` is one agent's. A size whose memory, judged by the growth so far, would not fit is not
+    started.
     """
-    sizes = {"--num-envs": [1, 8, 64, 512, 4096, 16384, 65536], "--batch-size": [32, 256, 2048, 16384, 65536]}
-    sizes |= {"--board": ["6x6", "10x10", "16x16", "24x24", "32x32"]}
-    base = f"{QUICK} --learning-starts 1000 --max-seconds {5 if options.fast else 8}"
+    sizes = {"dqn_snake.py --num-envs": [1, 8, 64, 512, 4096, 16384, 65536]}
+    sizes |= {"dqn_snake.py --batch-size": [32, 256, 2048, 16384, 65536]}
+    sizes |= {"dqn_snake.py --board": ["6x6", "10x10", "16x16", "24x24", "32x32"]}
+    sizes |= {"ppo_metta.py --size 40 --num-envs 32 --agents": [6, 12, 24, 48, 96]}
+    sizes |= {"ppo_metta.py --num-envs": [1, 8, 64, 512, 2048]}
+    sizes |= {f"{MARIO} --envs-per-collector": [1, 4, 16, 64]}
     rows, raw = [], []
     for flag, values in sizes.items():
+        script, flag = flag.split(" ", 1)
+        base = f"{QUICK} --max-seconds {5 if options.fast else 8}"
+        base += "" if "ppo" in script else " --learning-starts 1000"
         values, peaks = values[:: 3 if options.fast else 1], []
         for i, value in enumerate(values):
             work = [math.prod(map(int, str(value).split("x"))) for value in values[: i + 1]]
             try:
                 if i and peaks[0] + (peaks[-1] - peaks[0]) * work[-1] / work[-2] > 0.8 * free_gib(device):
                     raise MemoryError
-                runs = in_turn(options, {value: lambda: run(f"{base} {flag} {value}", options)})[value]
+                runs = in_turn(options, {value: lambda: run(f"{base} {flag} {value}", options, script)})[value]
             except MemoryError:
-                rows.append([f"`{flag} {value}`", "too little memory", "", "", "", ""])
+                rows.append([f"`{script} {flag} {value}`", "too little memory", "", "", "", ""])
                 break
             peaks.append(max(one["peak_memory_gib"] for one in runs))
-            raw.append({"flag": flag, "value": value, "runs": runs})
-            row = [f"`{flag} {value}`", spread(column(runs, "env_steps_per_second"))]
+            raw.append({"script": script, "flag": flag, "value": value, "runs": runs})
+            row = [f"`{script} {flag} {value}`", spread(column(runs, "env_steps_per_second"))]
             row += [f"{middle(runs, f'{what}_per_second'):,.1f}" for what in ("updates", "samples")]
             rows.append([*row, f"{middle(runs, 'replay_ratio'):.2f}", f"{peaks[-1]:.2f}"])
-    return table("flag | env steps/s | updates/s | samples/s | replay ratio | peak GiB", rows), {"cells": raw}
+    return table("command | env steps/s | updates/s | samples/s | replay ratio | peak GiB", rows), {"cells": raw}
 
 
 # ------------------------------------------------------------------------------------------------ Snake: learning
 
 
-def curve(folder: Path) -> list[list[float]]:
-    """[seconds, mean food] of every evaluation of a run of dqn_snake.py, from its TensorBoard files.
+def curve(folder: Path, tag: str = "eval/score_mean") -> list[list[float]]:
+    """[seconds, value] of every evaluation of a run, from its TensorBoard files.
 
-    The seconds are those of warm-up and of the loop's phases: evaluations and checkpoints stop the clock.
+    The seconds are those of warm-up and of what the loop counts: evaluations and checkpoints stop the clock.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    num_envs = json.loads((folder / "args.json").read_text())["num_envs"]
-    milliseconds = Counter()  # of a step of all games, by the step at which they were logged
-    for tag in events.Tags()["scalars"]:
-        for point in events.Scalars(tag) if re.fullmatch("perf/.*_ms", tag) else ():
-            milliseconds[point.step] += point.value
     steps, seconds = [0], [events.Scalars("perf/warmup_s")[0].value]
-    for step, spent in sorted(milliseconds.items()):
-        seconds.append(seconds[-1] + spent / 1000 * (step - steps[-1]) / num_envs)
-        steps.append(step)
-    return [[float(np.interp(point.step, steps, seconds)), point.value] for point in events.Scalars("eval/score_mean")]
+    for point in events.Scalars("charts/SPS"):
+        if point.step > steps[-1]:
+            seconds.append(seconds[-1] + (point.step - steps[-1]) / point.value)
+            steps.append(point.step)
+    return [[float(np.interp(point.step, steps, seconds)), point.value] for point in events.Scalars(tag)]
 
 
 def table_learn(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -665,43 +683,17 @@ def reached(curve: list[list[float]], goal: float) -> float | None:
     return next((seconds for seconds, score in curve if score >= goal), None)
 
 
-def table_time_to_score(options: Options, device: torch.device) -> tuple[str, dict]:
-    """Seconds of training until an evaluation (100 greedy games, every 2 seconds) reaches a mean score, per seed.
+def seconds_to(goals: tuple, unit: str, curves: dict[str, list], ends: dict[str, float]) -> tuple[str, dict]:
+    """Tables of the seconds to each goal, and of how many times sooner the first of `curves` is there than the others.
 
-    All learn `Snake-v0`, all are evaluated on the same games, and evaluating stops the clock for all; starting Python
-    does not count. ">" is a run that did not get there in time. SB3's agents: at their defaults; with our view of the
-    board, our gamma and the faster of one and all threads; and its DQN with what else of our recipe it can be told.
-    A DQN explores over a tenth of what it can play in 20 minutes at its defaults, in two minutes with our view, in one
-    with our recipe. The second table is how many times sooner ours is there.
+    `curves` has one per seed, by who learns; `ends` is when those were over that did not get there.
     """
-    goals, every, all_threads = (5, 10, 20, 30), 2, torch.get_num_threads()
-    bound, budget = (20, 20) if options.fast else (1200, 60)
-    agents = dict(list(AGENTS.items())[1:3]) if options.fast else AGENTS
-    plans = {}
-    for name in agents:
-        candidates = [all_threads] if "defaults" in name else sorted({1, all_threads})
-        rates = {
-            threads: apart(sb3_rate, seconds=5, name=name, device=device.type, threads=threads)["env_steps_per_second"]
-            for threads in candidates
-        }
-        threads = max(rates, key=rates.get)
-        horizon = budget if "recipe" in name else min(bound, 120) if "view" in name else bound
-        plans[name] = {"name": name, "threads": threads, "explored": int(0.1 * horizon * rates[threads])}
-    flags = f"--max-seconds {budget} --eval-every {every} --log-every 1 --eval-episodes 1000 --checkpoint-every 0"
-    curves = {"ours": []} | {name: [] for name in plans}
-    for seed in options.seeds:
-        one = run(f"{flags} --seed {seed}", options)
-        curves["ours"].append(curve(ROOT / "runs" / one["run"]))
-        for name, plan in plans.items():
-            limits = {"seconds": bound, "every": every, "goal": goals[-1], "seed": seed, "device": device.type}
-            curves[name].append(apart(sb3_curve, **plan, **limits))
-    rows, sooner, compared = [], [], {}
+    rows, sooner, compared, (us, *_) = [], [], {}, curves
     for name, runs in curves.items():
         found = [[reached(one, goal) for one in runs] for goal in goals]
-        ends = [runs[i][-1][0] if name == "ours" else bound for i in range(len(runs))]
-        texts = [[f"> {end:,.0f}" if at is None else f"{at:,.1f}" for at, end in zip(ats, ends)] for ats in found]
+        texts = [[f"> {ends[name]:,.0f}" if at is None else f"{at:,.1f}" for at in ats] for ats in found]
         rows.append([name, *map(" · ".join, texts)])
-        if name == "ours":
+        if name == us:
             ours = found
             continue
         sooner.append([name])
@@ -709,13 +701,46 @@ def table_time_to_score(options: Options, device: torch.device) -> tuple[str, di
             if None in own:
                 sooner[-1].append("–")
             else:
-                compared[f"{name}, {goal} food"] = times = [(at or bound) / mine for at, mine in zip(ats, own)]
+                compared[f"{name}, {goal} {unit}"] = times = [(at or ends[name]) / mine for at, mine in zip(ats, own)]
                 sooner[-1].append(("> " if None in ats else "") + spread(times, 1))
-    header = " | ".join(f"{goal} food" for goal in goals)
-    text = table(f"seconds to | {header}", rows) + "\n\n" + table(f"ours is sooner than | {header}", sooner)
+    header = " | ".join(f"{goal:,} {unit}" for goal in goals)
+    text = table(f"seconds to | {header}", rows) + "\n\n" + table(f"{us} is sooner than | {header}", sooner)
+    return text, compared
+
+
+def table_time_to_score(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Seconds of training until an evaluation (100 greedy games, every 2 seconds) reaches a mean score, per seed.
+
+    All learn `Snake-v0`, all are evaluated on the same games, and evaluating stops the clock for all; starting Python
+    does not count. ">" is a run that did not get there: in 20 minutes at SB3's defaults, in 10 with our settings. SB3's
+    agents: at their defaults; with our view of the board, our gamma and the faster of one and all threads; and its DQN
+    with what else of our recipe it can be told. A DQN explores over a tenth of what it can play in 20 minutes at its
+    defaults, in two minutes with our view, in one with our recipe. The second table is how many times sooner ours is.
+    """
+    goals, every, all_threads, budget = (5, 10, 20, 30), 2, torch.get_num_threads(), 20 if options.fast else 60
+    agents = dict(list(AGENTS.items())[1:3]) if options.fast else AGENTS
+    plans, ends = {}, {}
+    for name in agents:
+        candidates = [all_threads] if "defaults" in name else sorted({1, all_threads})
+        rates = {
+            threads: apart(sb3_rate, seconds=5, name=name, device=device.type, threads=threads)["env_steps_per_second"]
+            for threads in candidates
+        }
+        threads, ends[name] = max(rates, key=rates.get), 20 if options.fast else 1200 if "defaults" in name else 600
+        horizon = budget if "recipe" in name else min(ends[name], 120) if "view" in name else ends[name]
+        plans[name] = {"name": name, "threads": threads, "explored": int(0.1 * horizon * rates[threads])}
+    flags = f"--max-seconds {budget} --eval-every {every} --log-every 1 --eval-episodes 1000 --checkpoint-every 0"
+    curves = {"ours": []} | {name: [] for name in plans}
+    for seed in options.seeds:
+        one = run(f"{flags} --seed {seed}", options)
+        curves["ours"].append(curve(ROOT / "runs" / one["run"]))
+        for name, plan in plans.items():
+            limits = {"seconds": ends[name], "every": every, "goal": goals[-1], "seed": seed, "device": device.type}
+            curves[name].append(apart(sb3_curve, **plan, **limits))
+    text, compared = seconds_to(goals, "food", curves, ends | {"ours": curves["ours"][0][-1][0]})
     text += f"\n\nOurs: `python dqn_snake.py {flags}`. Threads of SB3: "
     text += ", ".join(f"{plan['threads']} ({name})" for name, plan in plans.items()) + "."
-    return text, {"goals": goals, "bound": bound, "curves": curves, "plans": plans, "ratios": compared}
+    return text, {"goals": goals, "curves": curves, "plans": plans, "ends": ends, "ratios": compared}
 
 
 # ------------------------------------------------------------------ dqn_snake_sb3_compat.py beside the original
@@ -962,6 +987,35 @@ def random_hearts(flags: str, agent_episodes: int) -> float:
     return info["hearts"].float().mean().item()
 
 
+def rule_book_rate(num_envs: int, seconds: float) -> float:
+    """Agent steps per second under random actions of arenas of the rule book, one after another."""
+    books = RuleBooks(metta_args(f"--num-envs {num_envs}", "cpu"))
+    actions = torch.randint(books.num_actions, (len(books.obs),))
+    return rate_of(lambda: books.step(actions), len(actions), seconds)
+
+
+def table_metta_env(options: Options, device: torch.device) -> tuple[str, dict]:
+    """The arena alone, random actions, 6 agents each: agent steps per second by arenas at once.
+
+    Beside it the rule book in Python, one arena after another. "×" is ours to it, within a round.
+    """
+    widths, seconds = ((1, 128), 0.3) if options.fast else ((1, 16, 128, 1024), 1.0)
+    calls = {}
+    for width in widths:
+        batched = {"flags": f"--num-envs {width}", "seconds": seconds, "device": device.type}
+        calls["ours", width] = lambda batched=batched: apart(metta_env_rate, **batched)
+        if width <= 128:
+            calls["book", width] = lambda width=width: apart(rule_book_rate, num_envs=width, seconds=seconds)
+    measured, compared, rows = in_turn(options, calls), {}, []
+    for width in widths:
+        rows.append([f"{width:,}", spread(measured["ours", width]), "", ""])
+        if book := measured.get(("book", width)):
+            compared[f"rule book, {width:,} arenas"] = times = ratios(measured["ours", width], book)
+            rows[-1][2:] = spread(book), spread(times, 2)
+    rates = {f"{who}, {width}": found for (who, width), found in measured.items()}
+    return table("arenas | batched | rule book | ×", rows), {"widths": widths, "rates": rates, "ratios": compared}
+
+
 def table_metta_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
     """Hearts per agent and episode by players that learn nothing, whole episodes.
 
@@ -1169,22 +1223,28 @@ def sb3_lanes(args: ppo_metta.Args, rule_book: bool, device: torch.device) -> An
     return Lanes()
 
 
-def sb3_arena_rate(flags: str, rule_book: bool, threads: int, seconds: float, device: str) -> dict[str, float]:
-    """Agent steps per second of SB3's PPO in a run's arena with its network, batch, minibatch and epochs, and the
-    microseconds of a step in games, the rest of rollouts, and learning. Whole iterations, without the first."""
+def sb3_arena_agent(flags: str, games: Any, threads: int, device: str, seed: int = 1) -> Any:
+    """SB3's PPO with the network, batch, minibatch, epochs and coefficients of a run with `flags`."""
     from stable_baselines3 import PPO
-    from stable_baselines3.common.callbacks import BaseCallback
 
-    args, where = metta_args(flags, device), torch.device(device)
-    games = sb3_lanes(args, rule_book, where)
-    args = ppo_metta.with_sizes(args, games.num_envs, sys.maxsize)
+    args = ppo_metta.with_sizes(metta_args(flags, device), games.num_envs, sys.maxsize)
     torch.set_num_threads(threads)
     encoder = {"features_extractor_class": MettaView, "features_extractor_kwargs": {"flags": flags, "device": device}}
-    model = PPO(
+    return PPO(
         "MlpPolicy", games, args.learning_rate, args.batch_size // games.num_envs, args.minibatch_size,
         args.update_epochs, args.gamma, args.gae_lambda, args.clip_coef, args.vf_clip_coef, args.norm_adv,
         args.ent_coef, args.vf_coef, args.max_grad_norm, policy_kwargs=encoder | {"net_arch": []}, device=device,
+        seed=seed,
     )  # fmt: skip
+
+
+def sb3_arena_rate(flags: str, rule_book: bool, threads: int, seconds: float, device: str) -> dict[str, float]:
+    """Agent steps per second of SB3's PPO in a run's arena with its network, batch, minibatch and epochs, and the
+    microseconds of a step in games, the rest of rollouts, and learning. Whole iterations, without the first."""
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    games = sb3_lanes(metta_args(flags, device), rule_book, torch.device(device))
+    model = sb3_arena_agent(flags, games, threads, device)
     begins, ends = [], []
 
     class Marks(BaseCallback):
@@ -1201,7 +1261,7 @@ def sb3_arena_rate(flags: str, rule_book: bool, threads: int, seconds: float, de
     iterations = len(begins) - 2
     total, playing = (after - before for before, after in zip(begins[1], begins[-1]))
     learning = sum(begin - end for (begin, _), end in zip(begins[2:], ends[1:]))
-    steps = iterations * args.batch_size
+    steps = iterations * model.n_steps * games.num_envs
     spent = {"games": playing, "rollouts": total - playing - learning, "learning": learning}
     return {"env_steps_per_second": steps / total} | {name: 1e6 * part / steps for name, part in spent.items()}
 
@@ -1411,6 +1471,65 @@ def table_metta_learn_real(options: Options, device: torch.device) -> tuple[str,
     return metta_learned(REAL, options)
 
 
+class Deciding:
+    """An SB3 policy, called as `ppo_metta.evaluate` calls an agent. It has no memory."""
+
+    state_size = 0
+
+    def __init__(self, policy: torch.nn.Module) -> None:
+        self.policy = policy
+
+    def __call__(self, obs: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple:
+        return self.policy.get_distribution(obs[0]).distribution.logits[None], None, state
+
+
+def sb3_arena_curve(
+    tuned: bool, seconds: float, every: float, goal: float, seed: int, threads: int, device: str
+) -> list:
+    """`learning_curve` of SB3's PPO in the arena: mean hearts."""
+    from stable_baselines3 import PPO
+
+    args, where = metta_args("--rnn none", device), torch.device(device)
+
+    def make() -> Any:
+        if tuned:
+            return sb3_arena_agent("--rnn none", sb3_lanes(args, False, where), threads, device, seed)
+        torch.set_num_threads(threads)
+        lanes = sb3_lanes(metta_args("--num-envs 1 --reward-scale 1", device), True, where)
+        return PPO("MlpPolicy", lanes, device=device, seed=seed)
+
+    def test(model: Any) -> float:
+        return ppo_metta.evaluate(Deciding(model.policy), args, 48, where)["eval_score_mean"]
+
+    return learning_curve(make, test, seconds, every, goal)
+
+
+def table_time_to_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Seconds of training until an evaluation (48 episodes of agents, every 20 seconds) has so many hearts, per seed.
+
+    As in time-to-score, in the arena, up to 20 minutes. SB3's PPO has no memory; at its defaults it plays one arena of
+    the rule book; "our settings" are our batched arenas, network, batch, minibatch, coefficients and step size, which
+    does not fall.
+    """
+    goals, every, threads = (0.5, 1, 2, 5), 20, torch.get_num_threads()
+    bound, budget = (20, 40) if options.fast else (1200, 600)
+    flags = f"--max-seconds {budget} --eval-every {every} --log-every 1 --eval-episodes 480 --checkpoint-every 0"
+    variants = {"ours": "", "ours, no memory": "--rnn none"}
+    peers = {"SB3's PPO, defaults": False, "SB3's PPO, our settings": True}
+    curves = {name: [] for name in [*variants, *peers]}
+    for seed in options.seeds:
+        for name, more in variants.items():
+            one = run(f"{flags} {more} --seed {seed}", options, "ppo_metta.py")
+            curves[name].append(curve(ROOT / "runs" / one["run"]))
+        for name, tuned in peers.items():
+            limits = {"seconds": bound, "every": every, "goal": goals[-1], "seed": seed, "device": device.type}
+            curves[name].append(apart(sb3_arena_curve, tuned=tuned, threads=threads, **limits))
+    ends = {name: curves[name][0][-1][0] for name in variants} | dict.fromkeys(peers, bound)
+    text, compared = seconds_to(goals, "hearts", curves, ends)
+    text += f"\n\nOurs: `python ppo_metta.py {flags}`. Threads of SB3: {threads}."
+    return text, {"goals": goals, "curves": curves, "ends": ends, "ratios": compared}
+
+
 def metta_parts(flags: str, seconds: float, device: str) -> dict[str, Any]:
     """Games alone and acting alone."""
     rate = metta_env_rate(flags, seconds, device)
@@ -1538,9 +1657,7 @@ def collector_rates(env_id: str, widths: tuple[int, ...], seconds: float) -> lis
 
     A reader empties its ring at no cost, and new weights come every 25 steps, about as often as in a run.
     """
-    import dqn_mario_async as script
-
-    rates, cpu = [], torch.device("cpu")
+    script, rates, cpu = dqn_mario_async, [], torch.device("cpu")
     for width in widths:
         flags = {"env_id": env_id, "envs_per_collector": width, "num_collectors": 1, "noop_max": 0}
         args = script.resolve(script.Args(device="cpu", **flags), cpu)
@@ -1646,6 +1763,127 @@ def table_mario_async(options: Options, device: torch.device) -> tuple[str, dict
     return text + ".", {"asked": asked, "runs": measured, "ratios": compared}
 
 
+def table_mario_switches(options: Options, device: torch.device) -> tuple[str, dict]:
+    """`dqn_mario_async.py` by collectors, games, batches and how often weights go out, beside the default, in turn.
+
+    "×" is of the transitions learned from per second, which is what the learner is short of, within a round.
+    """
+    switches = ["", *(f"--num-collectors {number}" for number in (0, 2, 4)), "--envs-per-collector 4"]
+    switches += ["--envs-per-collector 64", "--batch-size 128", "--batch-size 128 --accumulate 4", "--sync-every 1"]
+    switches += ["--on-full drop", "--bf16", "--compile --max-seconds 60"]
+    if device.type == "cuda":
+        switches += ["--tf32", "--fp16", "--cudagraph", "--cudagraph --bf16"]
+    if options.fast:
+        switches = ["", "--num-collectors 0"]
+    base = f"{QUICK} --learning-starts 1000 --max-seconds {10 if options.fast else 14}"
+    calls = {flags: lambda flags=flags: run(f"{base} {flags}".strip(), options, MARIO) for flags in switches}
+    measured, rows = in_turn(options, calls), []
+    samples = {flags: column(runs, "samples_per_second") for flags, runs in measured.items()}
+    for flags, runs in measured.items():
+        row = [f"`{flags}`" if flags else "default", spread(column(runs, "env_steps_per_second"))]
+        row += [spread(samples[flags]), spread(ratios(samples[flags], samples[""]), 2)]
+        row += [f"{middle(runs, 'replay_ratio'):.2f}", f"{middle(runs, 'ring_fill'):.0%}"]
+        row += [f"{middle(runs, 'weight_age'):.1f}", f"{middle(runs, 'dropped'):,.0f}"]
+        active = [runs[0]["precision"], *(name for name in ("compiled", "cudagraph") if runs[0][name])]
+        rows.append([*row, ", ".join(active)])
+    header = "flags | env steps/s | samples/s | × | replay ratio | ring filled | weights, updates old | dropped"
+    return table(f"{header} | what was active", rows), {"runs": measured}
+
+
+MARIO_AGENTS = {  # SB3's replay of a million would take 53 GiB
+    "SB3's DQN, defaults": dict(algorithm="DQN", buffer_size=100_000),
+    "SB3's DQN, our recipe": dict(
+        algorithm="DQN", num_envs=16, gamma=0.97, learning_rate=5e-4, buffer_size=100_000, learning_starts=5000,
+        train_freq=1, gradient_steps=1, tau=0.005, target_update_interval=16, exploration_final_eps=0.03,
+    ),
+    "SB3's PPO, defaults": dict(algorithm="PPO"),
+    "SB3's PPO, our network and gamma": dict(algorithm="PPO", num_envs=16, gamma=0.97, n_steps=128, batch_size=256),
+}  # fmt: skip
+
+
+class MarioView(torch.nn.Module):
+    """dqn_mario_async.py's network without its head, as what an SB3 policy makes of frames."""
+
+    def __init__(self, space: gymnasium.spaces.Box) -> None:
+        super().__init__()
+        args = dqn_mario_async.Args(dueling=False, stack=space.shape[0], size=space.shape[1])
+        self.trunk, self.features_dim = dqn_mario_async.QNetwork(args, torch.device("cpu")), args.hidden_size
+        self.trunk.head = torch.nn.Identity()
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.trunk(obs.byte())
+
+
+def sb3_mario_agent(name: str, threads: int, seed: int, explored: int, device: str) -> Any:
+    """The agent of MARIO_AGENTS on the trainer's levels; a DQN explores over its first `explored` steps."""
+    import stable_baselines3
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    torch.set_num_threads(threads)
+    settings = {"num_envs": 1} | MARIO_AGENTS[name]
+    algorithm, num_envs, policy = settings.pop("algorithm"), settings.pop("num_envs"), {}
+    if "our" in name:
+        policy = {"features_extractor_class": MarioView, "net_arch": [], "normalize_images": False}
+    explores = {"exploration_fraction": explored / FOREVER} if algorithm == "DQN" else {}
+    rules = dqn_mario_async.settings_of(dqn_mario_async.Args(), mario.TRAIN_LEVELS)
+    games = DummyVecEnv([lambda: mario.MarioEnv(**rules)] * num_envs)
+    learns = getattr(stable_baselines3, algorithm)
+    return learns("CnnPolicy", games, policy_kwargs=policy, device=device, seed=seed, **explores, **settings)
+
+
+def sb3_mario_rate(seconds: float, **agent: Any) -> float:
+    """Env steps per second while it learns."""
+    model, start = sb3_mario_agent(seed=1, explored=1, **agent), time.perf_counter()
+    model.learn(FOREVER, callback=lambda *_: time.perf_counter() - start < seconds)
+    return model.num_timesteps / (time.perf_counter() - start)
+
+
+def sb3_mario_curve(name: str, seconds: float, every: float, goal: float, device: str, **agent: Any) -> list:
+    """`learning_curve` of an agent of MARIO_AGENTS: mean distance of greedy games on unseen levels, in pixels."""
+    args, where = dqn_mario_async.Args(), torch.device(device)
+
+    def test(model: Any) -> float:
+        values = getattr(model, "q_net", lambda obs: model.policy.get_distribution(obs).distribution.logits)
+        return dqn_mario_async.evaluate(values, args, 20, where)["eval_distance_mean"]
+
+    return learning_curve(lambda: sb3_mario_agent(name, device=device, **agent), test, seconds, every, goal)
+
+
+def table_time_to_distance(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Seconds of training until an evaluation (20 greedy games, unseen levels, every 5 seconds) goes so far, by seed.
+
+    As in time-to-score, in `MarioLike-v0` at the easiest difficulty, up to 20 minutes at SB3's defaults and 10 with our
+    settings; a scripted jumper goes 1,076 pixels. Our clock runs on during evaluations, since collectors do, SB3's
+    stops. With "our" SB3 has our network, 16 games, our gamma and its faster number of threads; its DQN explores over a
+    tenth of what it can play in 20 minutes at its defaults, and in two with our recipe.
+    """
+    goals, every, all_threads = (400, 600, 800, 1000), 5, torch.get_num_threads()
+    agents = dict(list(MARIO_AGENTS.items())[1:2]) if options.fast else MARIO_AGENTS
+    flags = f"--max-seconds {30 if options.fast else 120} --eval-every {every} --eval-episodes 200 --log-every 1"
+    flags += " --checkpoint-every 0"
+    plans, ends = {}, {}
+    for name in agents:
+        candidates = [all_threads] if "defaults" in name else sorted({1, all_threads})
+        rates = {
+            threads: apart(sb3_mario_rate, seconds=20, name=name, device=device.type, threads=threads)
+            for threads in candidates
+        }
+        threads, ends[name] = max(rates, key=rates.get), 20 if options.fast else 1200 if "defaults" in name else 600
+        horizon = min(ends[name], 1200 if "defaults" in name else 120)
+        plans[name] = {"name": name, "threads": threads, "explored": int(0.1 * horizon * rates[threads])}
+    curves = {"ours": []} | {name: [] for name in plans}
+    for seed in options.seeds:
+        one = run(f"{flags} --seed {seed}", options, MARIO)
+        curves["ours"].append(readings(one["run"], "eval/distance_mean"))
+        for name, plan in plans.items():
+            limits = {"seconds": ends[name], "every": every, "goal": goals[-1], "seed": seed, "device": device.type}
+            curves[name].append(apart(sb3_mario_curve, **plan, **limits))
+    text, compared = seconds_to(goals, "pixels", curves, ends | {"ours": curves["ours"][0][-1][0]})
+    text += f"\n\nOurs: `python {MARIO} {flags}`. Threads of SB3: "
+    text += ", ".join(f"{plan['threads']} ({name})" for name, plan in plans.items()) + "."
+    return text, {"goals": goals, "curves": curves, "plans": plans, "ends": ends, "ratios": compared}
+
+
 def readings(run: str, tag: str) -> list[list[float]]:
     """[seconds since the start, value] of what a run of dqn_mario_async.py wrote to TensorBoard under `tag`."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -1749,19 +1987,23 @@ def draw(device: torch.device) -> None:
         lines.append(("network plays", act["widths"], list(map(statistics.median, zip(*act["rates"].pop("ours"))))))
         peer = list(map(statistics.median, act["rates"].values()))
         lines.append(("network plays: Stable-Baselines3", [int(width) for width in act["rates"]], peer))
-    cells = [cell for cell in measured("scaling").get("cells", []) if cell["flag"] == "--num-envs"]
+    cells = measured("scaling").get("cells", [])
+    cells = [cell for cell in cells if (cell["script"], cell["flag"]) == ("dqn_snake.py", "--num-envs")]
     rates = [middle(cell["runs"], "env_steps_per_second") for cell in cells]
     lines += [("network plays and learns", [cell["value"] for cell in cells], rates)] if cells else []
     if lines:
         log = {"xscale": "log", "yscale": "log", "xlabel": "games at once", "ylabel": "env steps per second"}
         picture("throughput", lines, title="Snake: speed by number of games", **log)
-    scores = [(who, *zip(*one)) for who, runs in measured("time-to-score").get("curves", {}).items() for one in runs]
+    axes = {"xlabel": "seconds of training", "xscale": "log"}
+    for game, score in {"score": "food per greedy game", "hearts": "hearts", "distance": "pixels"}.items():
+        runs = measured(f"time-to-{game}").get("curves", {})
+        lines = [(who, *zip(*one)) for who, curves in runs.items() for one in curves]
+        if lines:
+            picture(f"time-to-{game}", lines, title="A line for every seed", ylabel=f"mean {score}", **axes)
     longest = [one for one in measured("learn").get("runs", []) if "--max-seconds 600" in one["flags"]]
     learned = [(one["flags"].split(" --seed")[0], *zip(*one["curve"])) for one in longest]
-    axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
-    if scores:
-        picture("time-to-score", scores, title="Snake: a line for every seed", xscale="log", **axes)
     if learned:
+        axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
         picture("learning", learned, title="Snake: ten minutes of dqn_snake.py, a line for every seed", **axes)
 
 

@@ -18,6 +18,8 @@ import dqn_snake_sb3_compat as script
 import ppo_metta
 from benchmark import Options, main, write_env
 
+GAMES = "score", "hearts", "distance"
+SCRIPTS = {"dqn_snake.py": benchmark.dqn_snake, "ppo_metta.py": ppo_metta, "dqn_mario_async.py": dqn_mario_async}
 CPU, CUDA, ROOT = torch.device("cpu"), torch.device("cuda"), Path(__file__).parent.parent
 REAL = pytest.mark.skipif(importlib.util.find_spec("mettagrid") is None, reason="needs mettagrid")
 ABOUT = {"commit": "abc", "date": "2026-01-01", "hardware": "a GPU", "versions": {"torch": "2"}}
@@ -411,7 +413,7 @@ def test_time_to_score_gives_bounds_where_a_score_was_not_reached(monkeypatch) -
             return {"env_steps_per_second": 1000.0 * arguments["threads"]}
         assert function is benchmark.sb3_curve
         if "PPO" in arguments["name"]:
-            return [[0.0, 0.0], [1199.0, 4.0]]
+            return [[0.0, 0.0], [599.0, 4.0]]
         return [[0.0, 0.0], [50.0, 6.0], [100.0 * arguments["seed"], 10.0], [1199.0, 12.0]]
 
     ours = [[2.0, 5.0], [4.0, 10.0], [10.0, 25.0], [41.0, 29.0]]
@@ -428,10 +430,38 @@ def test_time_to_score_gives_bounds_where_a_score_was_not_reached(monkeypatch) -
     dqn, ppo = rows["SB3's DQN, defaults"], rows["SB3's PPO, our view and gamma"]
     assert dqn[0] == ["50.0 · 50.0", "100.0 · 200.0", "> 1,200 · > 1,200", "> 1,200 · > 1,200"]
     assert dqn[1] == ["25.0 (25.0–25.0)", "37.5 (25.0–50.0)", "> 120.0 (120.0–120.0)", "–"]
-    assert ppo[1][0] == "> 600.0 (600.0–600.0)" and ppo[1][3] == "–"
+    assert ppo[0][0] == "> 600 · > 600" and ppo[1][0] == "> 300.0 (300.0–300.0)" and ppo[1][3] == "–"
     assert raw["ratios"]["SB3's DQN, defaults, 10 food"] == [25.0, 50.0]
     assert raw["plans"]["SB3's DQN, defaults"]["explored"] == 120 * 1000 * torch.get_num_threads()
     json.dumps(raw)
+
+
+def test_time_to_hearts_and_distance_compare_with_the_first_row(monkeypatch) -> None:
+    asked, curves = [], {True: [[0.0, 0.0], [40.0, 700.0]], False: [[0.0, 0.0], [800.0, 100.0]]}
+
+    def apart(function, **arguments):
+        if function is benchmark.sb3_mario_rate:
+            return 1000.0 / arguments["threads"]
+        return curves[arguments.get("tuned", "our" in arguments.get("name", ""))]
+
+    monkeypatch.setattr(benchmark, "apart", apart)
+    monkeypatch.setattr(benchmark, "run", lambda flags, options, script: asked.append((script, flags)) or {"run": "x"})
+    monkeypatch.setattr(benchmark, "curve", lambda folder: [[20.0, 1.5], [100.0, 6.0], [600.0, 9.0]])
+    monkeypatch.setattr(benchmark, "readings", lambda run, tag: [[10.0, 650.0], [20.0, 1050.0], [120.0, 1060.0]])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    text, raw = benchmark.table_time_to_hearts(Options(repeats=1), CPU)
+    assert "| SB3's PPO, defaults | 800.0 | 800.0 | 800.0 | 800.0 |" in text
+    assert "| SB3's PPO, our settings | 2.0 (2.0–2.0) | 2.0 (2.0–2.0) | 0.4 (0.4–0.4) | 0.4 (0.4–0.4) |" in text
+    assert "| ours, no memory | 1.0 (1.0–1.0)" in text
+    text, raw = benchmark.table_time_to_distance(Options(repeats=1), CPU)
+    assert "| ours | 10.0 | 10.0 | 20.0 | 20.0 |" in text
+    assert "| SB3's DQN, our recipe | 40.0 | 40.0 | > 600 | > 600 |" in text
+    assert "| SB3's PPO, defaults | > 120.0 (120.0–120.0) |" in text
+    assert raw["plans"]["SB3's DQN, our recipe"]["threads"] == 1
+    json.dumps(raw)
+    for file, flags in asked:
+        benchmark.tyro.cli(SCRIPTS[file].Args, args=flags.split())
+    assert len(asked) == 3
 
 
 def test_the_clock_of_a_run_stops_while_it_is_evaluated(tmp_path, monkeypatch) -> None:
@@ -470,13 +500,41 @@ def test_every_agent_of_sb3_learns_and_is_evaluated(name: str) -> None:
     assert 0.1 <= found[1][0] < 10 and 0 <= found[1][1] < 30
 
 
+@pytest.mark.parametrize("name", benchmark.MARIO_AGENTS)
+def test_every_agent_of_sb3_learns_mario_and_is_evaluated(name: str) -> None:
+    found = benchmark.sb3_mario_curve(name, 0.3, 0.1, 1000, device="cpu", threads=1, seed=1, explored=100)
+    assert found[0] == [0.0, 0.0] and len(found) > 1 and 0 < found[1][1] < 1100
+    assert benchmark.sb3_mario_rate(0.2, name=name, threads=1, device="cpu") > 10
+
+
+def test_sb3_s_mario_network_is_ours_without_its_head() -> None:
+    torch.manual_seed(1)
+    args = dqn_mario_async.Args(dueling=False)
+    ours, space = dqn_mario_async.QNetwork(args, CPU), benchmark.gymnasium.spaces.Box(0, 255, (4, 84, 84), "uint8")
+    theirs = benchmark.MarioView(space)
+    theirs.trunk.load_state_dict({k: v for k, v in ours.state_dict().items() if "head" not in k})
+    obs = torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
+    seen = obs.float()
+    assert torch.equal(ours.head(theirs(seen)), ours(obs)) and torch.equal(seen, obs.float())
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_sb3_s_ppo_learns_in_the_arena_and_is_evaluated(tuned: bool, monkeypatch) -> None:
+    args = benchmark.metta_args
+    monkeypatch.setattr(benchmark, "metta_args", lambda flags, device: args(f"--num-envs 2 {flags}", device))
+    evaluate = ppo_metta.evaluate
+    monkeypatch.setattr(ppo_metta, "evaluate", lambda agent, args, episodes, device: evaluate(agent, args, 6, device))
+    found = benchmark.sb3_arena_curve(tuned, seconds=0.5, every=0.2, goal=1, seed=1, threads=1, device="cpu")
+    assert found[0] == [0.0, 0.0] and len(found) > 1 and 0.2 <= found[1][0] < 10 and 0 <= found[1][1] < 1
+
+
 def test_switches_are_flags_that_the_script_knows(monkeypatch) -> None:
     asked = []
     result = {name: 1.0 for name in "env_steps_per_second updates_per_second samples_per_second replay_ratio".split()}
     result |= {"precision": "float32", "sdpa": None, "compiled": True, "cudagraph": False, "peak_memory_gib": 1.0}
 
     def run(flags: str, options: Options, script: str = "dqn_snake.py") -> dict:
-        asked.append(flags)
+        asked.append((script, flags))
         return result
 
     monkeypatch.setattr(benchmark, "run", run)
@@ -485,24 +543,25 @@ def test_switches_are_flags_that_the_script_knows(monkeypatch) -> None:
         text, _ = benchmark.table_switches(Options(repeats=1), device)
         benchmark.table_scaling(Options(repeats=1), device)
     assert "| `--compile --max-seconds 60` | 1 (1–1) | 1.00 (1.00–1.00) | 1.00 | float32, compiled |" in text
-    for flags in asked:
-        benchmark.dqn_snake.resolve(benchmark.tyro.cli(benchmark.dqn_snake.Args, args=flags.split()), CPU)
+    assert {file for file, _ in asked} == set(SCRIPTS)
+    for file, flags in asked:
+        SCRIPTS[file].resolve(benchmark.tyro.cli(SCRIPTS[file].Args, args=flags.split()), CPU)
 
 
 def test_what_would_not_fit_is_not_started(monkeypatch) -> None:
     asked = []
 
-    def run(flags: str, options: Options) -> dict:
-        asked.append(flags)
-        size = int(re.search(r"--(?:num-envs|batch-size|board) (\d+)", flags)[1])
+    def run(flags: str, options: Options, script: str) -> dict:
+        asked.append(f"{script} {flags}")
+        size = int(re.search(r"--(?:envs-per-collector|agents|num-envs|batch-size|board) (\d+)", flags)[1])
         keys = "env_steps_per_second updates_per_second samples_per_second replay_ratio".split()
         return dict.fromkeys(keys, 1.0) | {"peak_memory_gib": 1 + size / 1024}
 
     monkeypatch.setattr(benchmark, "run", run)
     monkeypatch.setattr(benchmark, "free_gib", lambda device: 10.0)
     text, _ = benchmark.table_scaling(Options(repeats=1), CPU)
-    assert "| `--num-envs 16384` | too little memory |" in text and "--num-envs 65536" not in text
-    assert "| `--num-envs 4096` | 1 (1–1) |" in text and not any("--num-envs 16384" in flags for flags in asked)
+    assert "| `dqn_snake.py --num-envs 16384` | too little memory |" in text and "--num-envs 65536" not in text
+    assert "| `dqn_snake.py --num-envs 4096` | 1 (1–1) |" in text and not any("16384" in flags for flags in asked)
 
 
 def test_pictures_are_drawn_from_the_files(tmp_path) -> None:
@@ -513,12 +572,15 @@ def test_pictures_are_drawn_from_the_files(tmp_path) -> None:
     rates = {"SnakeBatch": [[1, 9]], "jumanji": [[2, 3]], "rule book, G": [[1]]}
     (folder / "env.json").write_text(json.dumps({"widths": [1, 128], "rates": rates}))
     (folder / "act.json").write_text(json.dumps({"widths": [1, 128], "rates": {"ours": [[1, 9]], "1": [1.0]}}))
-    cells = [{"flag": "--num-envs", "value": 8, "runs": [{"env_steps_per_second": 7.0}]}]
+    cells = [{"script": script, "flag": "--num-envs", "value": 8} for script in ("dqn_snake.py", "ppo_metta.py")]
+    cells[0]["runs"] = [{"env_steps_per_second": 7.0}]
     (folder / "scaling.json").write_text(json.dumps({"cells": cells}))
-    (folder / "time-to-score.json").write_text(json.dumps({"curves": {"ours": [[[1, 2], [3, 4]]]}}))
+    for game in GAMES:
+        (folder / f"time-to-{game}.json").write_text(json.dumps({"curves": {"ours": [[[1, 2], [3, 4]]]}}))
     (folder / "learn.json").write_text(json.dumps({"runs": [{"flags": "--max-seconds 600", "curve": [[1, 2]]}]}))
     benchmark.draw(CPU)
-    assert {path.name for path in folder.glob("*.png")} == {"throughput.png", "time-to-score.png", "learning.png"}
+    pictures = {"throughput.png", "learning.png", *(f"time-to-{game}.png" for game in GAMES)}
+    assert {path.name for path in folder.glob("*.png")} == pictures
 
 
 def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatch) -> None:
@@ -531,6 +593,12 @@ def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatc
         "eval_flags": 0.9,
         "eval_flags_seen": 1.0,
         "eval_distance_mean": 900.0,
+        "samples_per_second": 2500.0,
+        "ring_fill": 0.25,
+        "weight_age": 2.0,
+        "precision": "float32",
+        "compiled": False,
+        "cudagraph": True,
     }
 
     def run(flags: str, options: Options, script: str) -> dict:
@@ -557,6 +625,9 @@ def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatc
     assert raw["asked"] == 1.5 and raw["ratios"]["in turn"] == [1.6, 1.6]
     assert "| beside each other | 8,000 (8,000–8,000) | 0.50 | 2,667 (2,667–2,667) |  | 25% |" in text
     assert "| in turn | 5,000 (5,000–5,000) | 0.50 | 1,667 (1,667–1,667) | 1.60 (1.60–1.60) | 25% | 700 |" in text
+    for device in (CPU, CUDA):
+        text, raw = benchmark.table_mario_switches(options, device)
+    assert "| `--num-collectors 0` | 5,000 (5,000–5,000) | 2,500 (2,500–2,500) | 1.00 (1.00–1.00) | 0.50 |" in text
     text, raw = benchmark.table_mario_learn(options, CPU)
     assert (
         "| 2 | 30%, 10% | 70%, 60% | 90% | 100% | 900 | 5,000 | 0.50 | 10 | 0.050 |" in text and len(raw["runs"]) == 2
@@ -626,7 +697,7 @@ def arena(monkeypatch):
         asked.extend(arguments.get("variants", [arguments.get("flags", "")]))
         if function is benchmark.metta_mflops:
             return [int((re.findall("--hidden-size (.*)", flags) or [128])[0]) / 320 for flags in arguments["variants"]]
-        if function is benchmark.metta_env_rate:
+        if function in (benchmark.metta_env_rate, benchmark.rule_book_rate):
             return 50_000.0
         if function is benchmark.sb3_arena_rate:
             rate = (2000.0 if arguments["rule_book"] else 4000.0) / arguments["threads"]
@@ -644,7 +715,7 @@ def arena(monkeypatch):
 
 
 PHASES = [f"perf/{phase}_ms" for phase in ("act", "env", "store", "learn", "log")]
-METTA = ["metta-speed", "metta-peer", "metta-presets", "diagnose"]
+METTA = ["metta-env", "metta-speed", "metta-peer", "metta-presets", "diagnose"]
 
 
 def cells(text: str) -> dict[str, list[str]]:
@@ -731,6 +802,10 @@ def test_operations_are_those_of_the_layers() -> None:
     assert 1e6 * (lstm - none) == pytest.approx(2 * 4 * 32 * 64)
     tokens = (1e6 * none - 2 * 32 * (32 + 26)) / (2 * 32)  # what is left is the bag's
     assert 10 < tokens < 200 and 1e6 * wide == pytest.approx(2 * 128 * (tokens + 128 + 26))
+
+
+def test_the_rule_book_is_measured() -> None:
+    assert benchmark.rule_book_rate(2, 0.1) > 100
 
 
 def test_the_arenas_of_sb3_are_those_of_the_trainer() -> None:
