@@ -1082,7 +1082,8 @@ def main(args: Args) -> dict:
         return seconds_before + time.perf_counter() - started
 
     def progress() -> float:
-        return max(global_step / (args.total_timesteps or math.inf), elapsed() / (args.max_seconds or math.inf))
+        share = max(global_step / (args.total_timesteps or math.inf), elapsed() / (args.max_seconds or math.inf))
+        return min(share, 1)
 
     def due(what: str) -> bool:
         every = getattr(args, f"{what}_every")
@@ -1268,9 +1269,9 @@ def main(args: Args) -> dict:
 
             # 3 learn
             if owed >= samples:
-                beta.fill_(args.beta + (1 - args.beta) * min(progress(), 1))
+                beta.fill_(args.beta + (1 - args.beta) * progress())
                 if args.anneal_lr:
-                    learning_rate.fill_(args.learning_rate * 0.1 ** min(progress(), 1))
+                    learning_rate.fill_(args.learning_rate * 0.1 ** progress())
                 update()
                 owed -= samples
                 updates += 1
