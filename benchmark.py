@@ -46,7 +46,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,15 +61,15 @@ import torch.nn.functional as F
 import tyro
 from dotenv.parser import parse_stream
 from gymnasium.utils.performance import benchmark_vector_step
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import SyncVectorEnv, VectorEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 import dqn_mario_async
 import dqn_snake
 import ppo_metta
 from envs import mario
-from envs.mario import UNSEEN_LEVELS, MarioBatch, MarioGame
-from envs.metta import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE, MettaArena, Thing
+from envs.mario import UNSEEN_LEVELS, MarioBatch, MarioEnv, MarioGame, MarioVectorEnv
+from envs.metta import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE, MettaArena, MettaVectorEnv, Rules, Thing
 from envs.smb import NesGame, SuperMarioBrosBatch
 from envs.snake import SnakeBatch, SnakeEnv, SnakeVectorEnv
 
@@ -228,10 +228,16 @@ def snake_rates(widths: tuple[int, ...], seconds: float, device: str) -> list[fl
     return rates
 
 
-def gymnasium_rates(widths: tuple[int, ...], seconds: float, rule_book: bool) -> list[float]:
-    """The same by Gymnasium's own measure: of the rule book in `SyncVectorEnv`, or of `SnakeVectorEnv`."""
-    games = [SyncVectorEnv([SnakeEnv] * width) if rule_book else SnakeVectorEnv(width) for width in widths]
-    return [benchmark_vector_step(envs, seconds, seed=1) for envs in games]
+GYMNASIUM = {kind.__name__: kind for kind in (SnakeEnv, SnakeVectorEnv, MettaVectorEnv, MarioEnv, MarioVectorEnv)}
+
+
+def gymnasium_rates(game: str, widths: tuple[int, ...], seconds: float, **settings: Any) -> list[float]:
+    """The same by Gymnasium's own measure: of a class for many games, or of one for one game in `SyncVectorEnv`."""
+    kind, rates = GYMNASIUM[game], []
+    for width in widths:
+        envs = kind(width, **settings) if issubclass(kind, VectorEnv) else SyncVectorEnv([kind] * width)
+        rates.append(benchmark_vector_step(envs, seconds, seed=1))
+    return rates
 
 
 def jumanji_rates(widths: tuple[int, ...], seconds: float) -> list[float]:
@@ -272,8 +278,8 @@ def table_env(options: Options, device: torch.device) -> tuple[str, dict]:
     calls = {
         "SnakeBatch": lambda: apart(snake_rates, widths=widths, seconds=seconds, device=device.type),
         "jumanji": lambda: apart(jumanji_rates, widths=widths, seconds=seconds),
-        "SnakeVectorEnv, G": lambda: apart(gymnasium_rates, widths=widths, seconds=seconds, rule_book=False),
-        "rule book, G": lambda: apart(gymnasium_rates, widths=few, seconds=seconds, rule_book=True),
+        "SnakeVectorEnv, G": lambda: apart(gymnasium_rates, game="SnakeVectorEnv", widths=widths, seconds=seconds),
+        "rule book, G": lambda: apart(gymnasium_rates, game="SnakeEnv", widths=few, seconds=seconds),
     }
     measured = in_turn(options, calls)
     ours, jumanji, vector, book = (list(zip(*rounds)) for rounds in measured.values())  # by width, then by round
@@ -708,6 +714,27 @@ def seconds_to(goals: tuple, unit: str, curves: dict[str, list], ends: dict[str,
     return text, compared
 
 
+def sb3_plans(
+    agents: Iterable[str], explored: dict[str, int], rate: Callable, seconds: int, options: Options,
+    device: torch.device,
+) -> tuple[dict, dict]:  # fmt: skip
+    """Settings of SB3 agents, the faster number of threads by `rate` among them, and after how many seconds each ends.
+
+    A DQN explores over a tenth of what it can play until then, or in the seconds of the part of its name in `explored`.
+    """
+    plans, ends = {}, {}
+    for name in agents:
+        defaults, rates = "defaults" in name, {}
+        for threads in {torch.get_num_threads()} | (set() if defaults else {1}):
+            found = apart(rate, seconds=seconds, name=name, device=device.type, threads=threads)
+            rates[threads] = found["env_steps_per_second"]
+        ends[name], threads = 20 if options.fast else 1200 if defaults else 600, max(rates, key=rates.get)
+        horizon = next((most for part, most in explored.items() if part in name), ends[name])
+        steps = int(0.1 * min(horizon, ends[name]) * rates[threads])
+        plans[name] = {"name": name, "threads": threads, "explored": steps}
+    return plans, ends
+
+
 def table_time_to_score(options: Options, device: torch.device) -> tuple[str, dict]:
     """Seconds of training until an evaluation (100 greedy games, every 2 seconds) reaches a mean score, per seed.
 
@@ -717,18 +744,9 @@ def table_time_to_score(options: Options, device: torch.device) -> tuple[str, di
     with what else of our recipe it can be told. A DQN explores over a tenth of what it can play in 20 minutes at its
     defaults, in two minutes with our view, in one with our recipe. The second table is how many times sooner ours is.
     """
-    goals, every, all_threads, budget = (5, 10, 20, 30), 2, torch.get_num_threads(), 20 if options.fast else 60
-    agents = dict(list(AGENTS.items())[1:3]) if options.fast else AGENTS
-    plans, ends = {}, {}
-    for name in agents:
-        candidates = [all_threads] if "defaults" in name else sorted({1, all_threads})
-        rates = {
-            threads: apart(sb3_rate, seconds=5, name=name, device=device.type, threads=threads)["env_steps_per_second"]
-            for threads in candidates
-        }
-        threads, ends[name] = max(rates, key=rates.get), 20 if options.fast else 1200 if "defaults" in name else 600
-        horizon = budget if "recipe" in name else min(ends[name], 120) if "view" in name else ends[name]
-        plans[name] = {"name": name, "threads": threads, "explored": int(0.1 * horizon * rates[threads])}
+    goals, every, budget = (5, 10, 20, 30), 2, 20 if options.fast else 60
+    agents = list(AGENTS)[1:3] if options.fast else AGENTS
+    plans, ends = sb3_plans(agents, {"our recipe": budget, "our view": 120}, sb3_rate, 5, options, device)
     flags = f"--max-seconds {budget} --eval-every {every} --log-every 1 --eval-episodes 1000 --checkpoint-every 0"
     curves = {"ours": []} | {name: [] for name in plans}
     for seed in options.seeds:
@@ -997,23 +1015,28 @@ def rule_book_rate(num_envs: int, seconds: float) -> float:
 def table_metta_env(options: Options, device: torch.device) -> tuple[str, dict]:
     """The arena alone, random actions, 6 agents each: agent steps per second by arenas at once.
 
-    Beside it the rule book in Python, one arena after another. "×" is ours to it, within a round.
+    Beside it the rule book in Python, one arena after another. "×" is ours to it, within a round. The column with a G
+    is Gymnasium's own measure, which draws the actions too: `MettaVectorEnv` takes and gives NumPy arrays.
     """
     widths, seconds = ((1, 128), 0.3) if options.fast else ((1, 16, 128, 1024), 1.0)
-    calls = {}
+    rules, calls = ppo_metta.rules_of(metta_args("", device.type)), {}
+    lanes = tuple(Rules(**rules).num_agents * width for width in widths)
+    vector = {"game": "MettaVectorEnv", "widths": lanes, "seconds": seconds}
+    calls["G",] = lambda: apart(gymnasium_rates, **vector, **rules)
     for width in widths:
         batched = {"flags": f"--num-envs {width}", "seconds": seconds, "device": device.type}
         calls["ours", width] = lambda batched=batched: apart(metta_env_rate, **batched)
         if width <= 128:
             calls["book", width] = lambda width=width: apart(rule_book_rate, num_envs=width, seconds=seconds)
     measured, compared, rows = in_turn(options, calls), {}, []
-    for width in widths:
-        rows.append([f"{width:,}", spread(measured["ours", width]), "", ""])
+    for width, vectors in zip(widths, zip(*measured["G",])):
+        rows.append([f"{width:,}", spread(measured["ours", width]), "", "", spread(vectors)])
         if book := measured.get(("book", width)):
             compared[f"rule book, {width:,} arenas"] = times = ratios(measured["ours", width], book)
-            rows[-1][2:] = spread(book), spread(times, 2)
-    rates = {f"{who}, {width}": found for (who, width), found in measured.items()}
-    return table("arenas | batched | rule book | ×", rows), {"widths": widths, "rates": rates, "ratios": compared}
+            rows[-1][2:4] = spread(book), spread(times, 2)
+    rates = {", ".join(map(str, key)): found for key, found in measured.items()}
+    text = table("arenas | batched | rule book | × | `MettaVectorEnv`, G", rows)
+    return text, {"widths": widths, "rates": rates, "ratios": compared}
 
 
 def table_metta_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -1689,15 +1712,18 @@ def table_mario_env(options: Options, device: torch.device) -> tuple[str, dict]:
     """Games of Mario on one core: agent steps per second (4 frames each, 84x84 pictures).
 
     First our own game by games at once, under random actions, and played by a collector of `dqn_mario_async.py`:
-    inference, exploration and pushing into its ring included. Then what players reach that learn nothing. Then the real
-    game: the emulator with the picture and the bytes of RAM that a step needs and nothing else, a collector alone, and
-    the collector of a run beside learning. "×" is to the bare emulator, within a round.
+    inference, exploration and pushing into its ring included; columns with a G are Gymnasium's own measure. Then what
+    players reach that learn nothing. Then the real game: the emulator with the picture and the bytes of RAM that a step
+    needs and nothing else, a collector alone, and the collector of a run beside learning. "×" is to the bare emulator,
+    within a round.
     """
     widths, seconds, games = ((16,), 0.5, 50) if options.fast else ((1, 4, 16, 64), 1.0, 1000)
     calls = {
         "game alone": lambda: apart(mario_rates, True, widths=widths, seconds=seconds),
         "collector": lambda: apart(collector_rates, True, env_id="MarioLike-v0", widths=widths, seconds=seconds),
     }
+    for game in ("MarioVectorEnv", "MarioEnv"):
+        calls[game] = lambda game=game: apart(gymnasium_rates, True, game=game, widths=widths, seconds=seconds)
     real, long, missing = {}, 1 if options.fast else 4, no_real_game()
     if not missing:
         flags = f"{QUICK} --max-seconds {12 if options.fast else 18} --num-collectors 1 --noop-max 0 "
@@ -1709,9 +1735,9 @@ def table_mario_env(options: Options, device: torch.device) -> tuple[str, dict]:
             f"`{MARIO} {flags}`": lambda: run(flags, options, MARIO)["experience_rate"],
         }
     measured = in_turn(options, calls | real)
-    alone, played = (list(zip(*measured[name])) for name in calls)  # by width, then by round
-    rows = [[f"{width:,}", spread(alone[i]), spread(played[i])] for i, width in enumerate(widths)]
-    text = table("games | game alone | with a collector around it", rows) + "\n\n"
+    columns = [map(spread, zip(*measured[name])) for name in calls]  # by width
+    header = "games | game alone | with a collector around it | `MarioVectorEnv`, G | `MarioEnv` in `SyncVectorEnv`, G"
+    text = table(header, [[f"{width:,}", *row] for width, *row in zip(widths, *columns)]) + "\n\n"
     players = {player: apart(mario_games, player=player, games=games) for player in PLAYERS}
     rows = [[player, f"{flag:.1%}", f"{distance:,.0f}"] for player, (flag, distance) in players.items()]
     text += (
@@ -1831,11 +1857,11 @@ def sb3_mario_agent(name: str, threads: int, seed: int, explored: int, device: s
     return learns("CnnPolicy", games, policy_kwargs=policy, device=device, seed=seed, **explores, **settings)
 
 
-def sb3_mario_rate(seconds: float, **agent: Any) -> float:
+def sb3_mario_rate(seconds: float, **agent: Any) -> dict[str, float]:
     """Env steps per second while it learns."""
     model, start = sb3_mario_agent(seed=1, explored=1, **agent), time.perf_counter()
     model.learn(FOREVER, callback=lambda *_: time.perf_counter() - start < seconds)
-    return model.num_timesteps / (time.perf_counter() - start)
+    return {"env_steps_per_second": model.num_timesteps / (time.perf_counter() - start)}
 
 
 def sb3_mario_curve(name: str, seconds: float, every: float, goal: float, device: str, **agent: Any) -> list:
@@ -1857,20 +1883,11 @@ def table_time_to_distance(options: Options, device: torch.device) -> tuple[str,
     stops. With "our" SB3 has our network, 16 games, our gamma and its faster number of threads; its DQN explores over a
     tenth of what it can play in 20 minutes at its defaults, and in two with our recipe.
     """
-    goals, every, all_threads = (400, 600, 800, 1000), 5, torch.get_num_threads()
-    agents = dict(list(MARIO_AGENTS.items())[1:2]) if options.fast else MARIO_AGENTS
+    goals, every = (400, 600, 800, 1000), 5
+    agents = list(MARIO_AGENTS)[1:2] if options.fast else MARIO_AGENTS
     flags = f"--max-seconds {30 if options.fast else 120} --eval-every {every} --eval-episodes 200 --log-every 1"
     flags += " --checkpoint-every 0"
-    plans, ends = {}, {}
-    for name in agents:
-        candidates = [all_threads] if "defaults" in name else sorted({1, all_threads})
-        rates = {
-            threads: apart(sb3_mario_rate, seconds=20, name=name, device=device.type, threads=threads)
-            for threads in candidates
-        }
-        threads, ends[name] = max(rates, key=rates.get), 20 if options.fast else 1200 if "defaults" in name else 600
-        horizon = min(ends[name], 1200 if "defaults" in name else 120)
-        plans[name] = {"name": name, "threads": threads, "explored": int(0.1 * horizon * rates[threads])}
+    plans, ends = sb3_plans(agents, {"our recipe": 120}, sb3_mario_rate, 20, options, device)
     curves = {"ours": []} | {name: [] for name in plans}
     for seed in options.seeds:
         one = run(f"{flags} --seed {seed}", options, MARIO)

@@ -441,7 +441,7 @@ def test_time_to_hearts_and_distance_compare_with_the_first_row(monkeypatch) -> 
 
     def apart(function, **arguments):
         if function is benchmark.sb3_mario_rate:
-            return 1000.0 / arguments["threads"]
+            return {"env_steps_per_second": 1000.0 / arguments["threads"]}
         return curves[arguments.get("tuned", "our" in arguments.get("name", ""))]
 
     monkeypatch.setattr(benchmark, "apart", apart)
@@ -504,7 +504,7 @@ def test_every_agent_of_sb3_learns_and_is_evaluated(name: str) -> None:
 def test_every_agent_of_sb3_learns_mario_and_is_evaluated(name: str) -> None:
     found = benchmark.sb3_mario_curve(name, 0.3, 0.1, 1000, device="cpu", threads=1, seed=1, explored=100)
     assert found[0] == [0.0, 0.0] and len(found) > 1 and 0 < found[1][1] < 1100
-    assert benchmark.sb3_mario_rate(0.2, name=name, threads=1, device="cpu") > 10
+    assert benchmark.sb3_mario_rate(0.2, name=name, threads=1, device="cpu")["env_steps_per_second"] > 10
 
 
 def test_sb3_s_mario_network_is_ours_without_its_head() -> None:
@@ -620,7 +620,7 @@ def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatc
     options = Options(repeats=2)
     text, raw = benchmark.table_mario_env(options, CPU)
     assert "| a collector | 100 (100–100) | 0.20 (0.20–0.20) |" in text and "| random | 25.0% | 300 |" in text
-    assert "| 16 | 100 (100–100) | 100 (100–100) |" in text and raw["ratios"]["a collector"] == [0.2, 0.2]
+    assert "| 16 |" + 4 * " 100 (100–100) |" in text and raw["ratios"]["a collector"] == [0.2, 0.2]
     text, raw = benchmark.table_mario_async(options, CPU)
     assert raw["asked"] == 1.5 and raw["ratios"]["in turn"] == [1.6, 1.6]
     assert "| beside each other | 8,000 (8,000–8,000) | 0.50 | 2,667 (2,667–2,667) |  | 25% |" in text
@@ -641,6 +641,11 @@ def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatc
     calls.clear()
     assert benchmark.table_mario_env(options, CPU)[0].endswith("not measured (no ROM).")
     assert benchmark.bare_rate not in calls and benchmark.table_mario_real(options, CPU)[1] == {}
+
+
+@pytest.mark.parametrize("game", benchmark.GYMNASIUM)
+def test_gymnasium_measures_every_game(game: str) -> None:
+    assert min(benchmark.gymnasium_rates(game, (6, 12), 0.01)) > 10
 
 
 def test_games_of_mario_are_measured() -> None:
@@ -699,6 +704,8 @@ def arena(monkeypatch):
             return [int((re.findall("--hidden-size (.*)", flags) or [128])[0]) / 320 for flags in arguments["variants"]]
         if function in (benchmark.metta_env_rate, benchmark.rule_book_rate):
             return 50_000.0
+        if function is benchmark.gymnasium_rates:
+            return [40_000.0] * len(arguments["widths"])
         if function is benchmark.sb3_arena_rate:
             rate = (2000.0 if arguments["rule_book"] else 4000.0) / arguments["threads"]
             return {"env_steps_per_second": rate, "games": 100.0, "rollouts": 60.0, "learning": 90.0}
