@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -408,13 +409,14 @@ def test_a_score_is_reached_at_the_first_evaluation_that_has_it() -> None:
 
 
 def test_time_to_score_gives_bounds_where_a_score_was_not_reached(monkeypatch) -> None:
-    seeds = []
+    seeds, recipe = [], {}
 
     def apart(function, **arguments):
         if function is benchmark.sb3_rate:
             return {"env_steps_per_second": 1000.0 * arguments["threads"]}
         assert function is benchmark.sb3_curve
         seeds.append((arguments["name"], arguments["seed"]))
+        recipe.update(arguments if "recipe" in arguments["name"] else {})
         if "PPO" in arguments["name"]:
             return [[0.0, 0.0], [599.0, 4.0]]
         return [[0.0, 0.0], [50.0, 6.0], [100.0 * arguments["seed"], 10.0], [1199.0, 12.0]]
@@ -437,7 +439,26 @@ def test_time_to_score_gives_bounds_where_a_score_was_not_reached(monkeypatch) -
     assert ppo[0][0] == "> 600" and ppo[1][0] == "> 300.0 (300.0–300.0)" and ppo[1][3] == "–"
     assert raw["ratios"]["SB3's DQN, defaults, 10 food"] == [25.0, 50.0]
     assert raw["plans"]["SB3's DQN, defaults"]["explored"] == 120 * 1000 * torch.get_num_threads()
+    assert recipe["explored"] == 18_000 and recipe["width"] == 256  # as "ours" has them
     json.dumps(raw)
+
+
+def test_who_learns_is_tested_after_a_while_and_after_a_twentieth_of_its_time(monkeypatch) -> None:
+    now = [0.0]
+
+    class Model:
+        def learn(self, steps, callback):
+            while callback():
+                now[0] += 0.25
+
+    def test(model) -> float:
+        now[0] += 100.0  # stops the clock
+        return now[0] > 10_000
+
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
+    seconds = [at for at, _ in benchmark.learning_curve(Model, test, 60, 1, 1)]
+    assert seconds[:21] == [*range(21)] and 55 < seconds[-1] <= 60
+    assert all(0 <= after - before - max(1, after / 20) < 0.3 for before, after in pairwise(seconds))
 
 
 def test_time_to_hearts_and_distance_compare_with_the_first_row(monkeypatch) -> None:
@@ -478,7 +499,7 @@ def test_the_clock_of_a_run_stops_while_it_is_evaluated(tmp_path, monkeypatch) -
     found = benchmark.curve(tmp_path / "runs" / "short")
     seconds, scores = zip(*found)
     assert list(seconds) == sorted(seconds) and scores[-1] == pytest.approx(summary["eval_score_mean"])
-    assert summary["env_steps"] / summary["env_steps_per_second"] < seconds[-1]  # which has the warm-up too
+    assert seconds[-1] == pytest.approx(summary["env_steps"] / summary["env_steps_per_second"], rel=0.2)
     assert len(found) == 21 and seconds[-1] + 0.1 * 20 < summary["wall_seconds"]
 
 
