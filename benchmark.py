@@ -20,7 +20,7 @@ Suites, with their tables, and how long they take on two cores:
     mario-learn: flags after 1, 5 and 15 minutes, three seeds                           50 minutes
     mario-real: how far the real 1-1 is played after up to half an hour of it           35 minutes
     switches: every switch alone and together                                           40 minutes
-    scaling: cost as games, batch, board and agents grow                                35 minutes
+    scaling: cost as games, batch, board and agents grow                                30 minutes
     learn: score after one, two and ten minutes, three seeds                            55 minutes
     time-to-score: seconds to 5, 10, 20, 30 food beside SB3, up to 20 minutes a run      70 minutes
     time-to-hearts, time-to-distance: the same in the arena and in Mario                 3 hours
@@ -621,12 +621,12 @@ def table_scaling(options: Options, device: torch.device) -> tuple[str, dict]:
     A step of `ppo_metta.py` is one agent's. A size whose memory, judged by the growth so far, would not fit is not
     started.
     """
-    sizes = {"dqn_snake.py --num-envs": [1, 8, 64, 512, 4096, 16384, 65536]}
-    sizes |= {"dqn_snake.py --batch-size": [32, 256, 2048, 16384, 65536]}
-    sizes |= {"dqn_snake.py --board": ["6x6", "10x10", "16x16", "24x24", "32x32"]}
-    sizes |= {"ppo_metta.py --size 40 --num-envs 32 --agents": [6, 12, 24, 48, 96]}
-    sizes |= {"ppo_metta.py --num-envs": [1, 8, 64, 512, 2048]}
-    sizes |= {f"{MARIO} --envs-per-collector": [1, 4, 16, 64]}
+    sizes = {"dqn_snake.py --num-envs": [1, 16, 256, 4096, 65536]}
+    sizes |= {"dqn_snake.py --batch-size": [32, 512, 8192, 65536]}
+    sizes |= {"dqn_snake.py --board": ["6x6", "10x10", "16x16", "32x32"]}
+    sizes |= {"ppo_metta.py --size 40 --num-envs 32 --agents": [6, 24, 96]}
+    sizes |= {"ppo_metta.py --num-envs": [1, 16, 256, 2048]}
+    sizes |= {f"{MARIO} --envs-per-collector": [1, 8, 64]}
     rows, raw = [], []
     for flag, values in sizes.items():
         script, flag = flag.split(" ", 1)
