@@ -481,7 +481,7 @@ def test_time_to_hearts_and_distance_compare_with_the_first_row(monkeypatch) -> 
     text, raw = benchmark.table_time_to_distance(Options(repeats=1), CPU)
     assert "| ours | 10.0 | 10.0 | 20.0 | 20.0 |" in text
     assert "| SB3's DQN, our recipe | 40.0 | 40.0 | > 600 | > 600 |" in text
-    assert "| SB3's PPO, defaults | > 120.0 (120.0–120.0) |" in text
+    assert "| SB3's PPO, defaults | > 60.0 (60.0–60.0) |" in text
     assert raw["plans"]["SB3's DQN, our recipe"]["threads"] == 1
     json.dumps(raw)
     for file, flags in asked:
