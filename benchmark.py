@@ -1264,18 +1264,23 @@ def sb3_lanes(args: ppo_metta.Args, rule_book: bool, device: torch.device) -> An
 
 
 def sb3_arena_agent(flags: str, games: Any, threads: int, device: str, seed: int = 1) -> Any:
-    """SB3's PPO with the network, batch, minibatch, epochs and coefficients of a run with `flags`."""
+    """SB3's PPO as a run with `flags` is: network, first weights, batch, minibatch, epochs, coefficients."""
     from stable_baselines3 import PPO
 
     args = ppo_metta.with_sizes(metta_args(flags, device), games.num_envs, sys.maxsize)
     torch.set_num_threads(threads)
     encoder = {"features_extractor_class": MettaView, "features_extractor_kwargs": {"flags": flags, "device": device}}
-    return PPO(
+    vf_coef = args.vf_coef / 2  # SB3's value loss is the mean of squares, ours half of that
+    model = PPO(
         "MlpPolicy", games, args.learning_rate, args.batch_size // games.num_envs, args.minibatch_size,
         args.update_epochs, args.gamma, args.gae_lambda, args.clip_coef, args.vf_clip_coef, args.norm_adv,
-        args.ent_coef, args.vf_coef, args.max_grad_norm, policy_kwargs=encoder | {"net_arch": []}, device=device,
-        seed=seed,
+        args.ent_coef, vf_coef, args.max_grad_norm, policy_kwargs=encoder | {"net_arch": [], "ortho_init": False},
+        device=device, seed=seed,
     )  # fmt: skip
+    for head, gain in ((model.policy.action_net, 0.01), (model.policy.value_net, 1.0)):
+        torch.nn.init.orthogonal_(head.weight, gain)
+        torch.nn.init.zeros_(head.bias)
+    return model
 
 
 def sb3_arena_rate(flags: str, rule_book: bool, threads: int, seconds: float, device: str) -> dict[str, float]:
@@ -1547,9 +1552,9 @@ def sb3_arena_curve(
 def table_time_to_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
     """Seconds of training until an evaluation (48 episodes of agents, every 20 seconds) has so many hearts, per seed.
 
-    As in time-to-score, in the arena, up to 10 minutes, or 20 with "our settings": our batched arenas, network, batch,
-    minibatch, coefficients and step size, which does not fall. SB3's PPO has no memory; at its defaults it plays one
-    arena of the rule book.
+    As in time-to-score, in the arena, up to 10 minutes, or 20 with "our settings": our batched arenas, network, first
+    weights, batch, minibatch, coefficients and step size, which does not fall. SB3's PPO has no memory; at its defaults
+    it plays one arena of the rule book.
     """
     goals, every, threads = (0.5, 1, 2, 5), 20, torch.get_num_threads()
     budget = 40 if options.fast else 600

@@ -867,6 +867,40 @@ def test_sb3_s_ppo_learns_in_the_arena(rule_book) -> None:
     assert parts == pytest.approx(1e6 / found["env_steps_per_second"]) and min(found.values()) > 0
 
 
+def test_sb3_in_the_arena_has_our_loss_of_our_network() -> None:
+    flags = "--rnn none --num-envs 2 --bptt-horizon 8 --minibatch-size 96 --hidden-size 16"
+    args = benchmark.metta_args(flags, "cpu")
+    games = benchmark.sb3_lanes(args, False, CPU)
+    model = benchmark.sb3_arena_agent(flags, games, 1, "cpu")
+    ours, theirs = ppo_metta.Agent(args, ppo_metta.Games(args, 1, CPU, 1), None, CPU), model.policy
+    start = [float(head.weight.detach().norm()) for head in (ours.heads, theirs.action_net, theirs.value_net)]
+    assert start[0] == pytest.approx((start[1] ** 2 + start[2] ** 2) ** 0.5)
+    start = [float(of.hidden.weight.detach().std()) for of in (ours.encoder, theirs.features_extractor.encoder)]
+    assert start[0] == pytest.approx(start[1], rel=0.2)
+    ours.encoder.load_state_dict(theirs.features_extractor.encoder.state_dict())
+    with torch.no_grad():
+        ours.heads.weight.copy_(torch.cat([theirs.action_net.weight, theirs.value_net.weight]))
+
+    model.learn(96)  # one update, whose gradients stay
+    b = model.rollout_buffer
+    obs, action, logprob, advantage, value, returns = (
+        torch.as_tensor(part).flatten(1).squeeze(1) if part.ndim < 3 else torch.as_tensor(part)
+        for part in (b.observations, b.actions, b.log_probs, b.advantages, b.values, b.returns)
+    )
+    logits, new_value, _ = ours(obs[None].byte(), torch.zeros(96, 0), torch.zeros(1, 96, dtype=torch.bool))
+    logp = logits[0].log_softmax(1)
+    new_logprob, entropy = logp.gather(1, action.long()[:, None]).squeeze(1), -(logp.exp() * logp).sum(1)
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    coefs = args.clip_coef, args.vf_clip_coef, args.ent_coef, args.vf_coef
+    ppo_metta.ppo_loss(new_logprob, logprob, advantage, entropy, new_value[0], value, returns, *coefs)[0].backward()
+    torch.nn.utils.clip_grad_norm_(ours.parameters(), args.max_grad_norm)
+    grad = torch.cat([theirs.action_net.weight.grad, theirs.value_net.weight.grad])
+    torch.testing.assert_close(ours.heads.weight.grad, grad, rtol=1e-3, atol=1e-5)
+    grad = theirs.features_extractor.encoder.table.grad
+    torch.testing.assert_close(ours.encoder.table.grad, grad, rtol=1e-3, atol=1e-5)
+    assert ours.encoder.table.grad.abs().max() > 1e-3
+
+
 def test_parts_of_the_trainer_run_alone() -> None:
     flags = "--num-envs 4 --hidden-size 16 --threads 1"
     found = benchmark.metta_parts(flags, 0.1, "cpu")
