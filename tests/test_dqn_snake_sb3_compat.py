@@ -133,20 +133,25 @@ ATTENTION = dict(env_id="SnakeOneHot-v0", board="5x4", policy="transformer", dro
     "flags",
     [
         {"num_envs": 1, "gradient_steps": 1, "total_timesteps": 840},
-        {"num_envs": 1, "gradient_steps": 4, "total_timesteps": 240},
+        {"num_envs": 1, "gradient_steps": 4, "total_timesteps": 240, "max_grad_norm": 0.5},
         {"num_envs": 1, "gradient_steps": -1, "total_timesteps": 240, "tau": 0.01, "target_update_interval": 1},
         {"num_envs": 8, "gradient_steps": 1, "total_timesteps": 6440, "buffer_size": 3000},
-        {"num_envs": 8, "gradient_steps": 4, "total_timesteps": 1640, "lr_schedule": "cosine"},
+        {"num_envs": 8, "gradient_steps": 4, "total_timesteps": 1640, "lr_schedule": "cosine", "max_grad_norm": 1.0},
         {"num_envs": 8, "gradient_steps": -1, "total_timesteps": 260, "target_update_interval": 3},
         ATTENTION | {"num_envs": 1, "total_timesteps": 840},
-        ATTENTION | {"num_envs": 8, "total_timesteps": 260, "gradient_steps": -1},
+        ATTENTION | {"num_envs": 8, "total_timesteps": 260, "gradient_steps": -1, "max_grad_norm": 1e9},
         {"env_id": "Pictures-v0", "policy": "CnnPolicy", "total_timesteps": 120},
         {"env_id": "Pictures-v0", "total_timesteps": 240},
     ],
     ids=str,
 )  # fmt: skip
 def test_updates_give_sb3s_weights(run, flags) -> None:
-    """All actions random, so both learn from the same transitions, drawn in the same order: 200 updates or more."""
+    """All actions random, so both learn from the same transitions, drawn in the same order: 200 updates or more.
+
+    The weights are equal to the bit until a gradient is clipped: SB3 sums its norm in another order. That last bit
+    stays small in the small networks. But attention's bias of the keys has no gradient but rounding, of which Adam
+    makes whole steps (0.06 after 76 updates), so the run in which it would be clipped is not.
+    """
     summary, folder = run(**SHORT | flags)
     model = theirs(SHORT | flags)
     assert summary["updates"] == model._n_updates >= (20 if "Pictures" in str(flags) else 200)
