@@ -942,13 +942,13 @@ def test_it_learns_in_a_minute(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(script.CORES < 2, reason="needs two cores")
 def test_collecting_beside_learning_is_faster_than_in_turn(tmp_path) -> None:
-    """Where both cost about the same; the margin is wide, benchmarks.md has the number."""
-    flags = dict(max_seconds=25, replay_ratio=0.3, eval_every=0, eval_episodes=1, video=False, device="cpu", threads=1)
+    """At a replay ratio that both keep up with; the margin is wide, benchmarks.md has the number."""
+    flags = dict(max_seconds=25, replay_ratio=0.2, eval_every=0, eval_episodes=1, video=False, device="cpu", threads=1)
     rates = []
     for number in (0, 1):
         summary = main(Args(**flags | dict(num_collectors=number, run_dir=str(tmp_path), run_name=str(number))))
         rates.append(summary["experience_rate"])
-        assert summary["replay_ratio"] > 0.2
+        assert summary["replay_ratio"] > 0.15
     assert rates[1] > 1.2 * rates[0]
 
 
