@@ -1,19 +1,19 @@
 """Measures what the scripts do, by running them beside their peers, and writes benchmarks.md.
 
-    python benchmark.py                          # --suite snake: 14 minutes on two cores
+    python benchmark.py                          # --suite snake: 12 minutes on two cores
     python benchmark.py --suite switches --fast  # fewer rows and shorter runs
     python benchmark.py --suite sweep --write-env  # the fastest settings of the transformer go into .env
     python benchmark.py --compare benchmarks/env.json --suite env  # exit code 1 if a ratio to a peer fell
 
 Suites, with their tables, and how long they take on two cores:
 
-    snake: env, act, train, update: the game, with the network, learning, the learner   14 minutes
+    snake: env, act, train, update: the game, with the network, learning, the learner   12 minutes
     sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py beside the original       30 minutes
     metta: metta-env, metta-hearts, metta-speed, metta-peer, metta-subproc: the arena alone, without learning,
         ppo_metta.py by network, beside SB3, with workers: 22 minutes; metta-presets: five minutes a run
                                                                                         52 minutes
     metta-learn: metta-learn-arena, metta-learn-navigation, metta-learn-real:
-        hearts after ten minutes of the arena, navigation and MettaGrid                 95 minutes
+        hearts after ten minutes of the arena, navigation and MettaGrid                  2 hours
     diagnose: speed, latency and memory of ppo_metta.py before and after each switch    30 minutes
     mario: mario-env, mario-async, mario-switches: games, emulator and collectors; collecting beside learning;
         collectors, games, batches and weights of dqn_mario_async.py                    35 minutes
@@ -21,7 +21,7 @@ Suites, with their tables, and how long they take on two cores:
     mario-real: how far the real 1-1 is played after up to half an hour of it           35 minutes
     switches: every switch alone and together                                           40 minutes
     scaling: cost as games, batch, board and agents grow                                30 minutes
-    learn: score after one, two and ten minutes, three seeds                            55 minutes
+    learn: score after one, two and ten minutes, three seeds                                1 hour
     time-to-score: seconds to 5, 10, 20, 30 food beside SB3, up to 20 minutes a run      70 minutes
     time-to-hearts, time-to-distance: the same in the arena and in Mario                 3 hours
     all: all of them. --suite also takes the name of a single table
@@ -1478,42 +1478,52 @@ def table_metta_presets(options: Options, device: torch.device) -> tuple[str, di
     return f"{table(header, rows)}\n\n{seconds} seconds each.", {"runs": raw}
 
 
-def metta_learned(flags: str, options: Options) -> tuple[str, dict]:
-    """A table of one game: hearts at the end of each seed's run, and those of players that learn nothing."""
-    budget = f"--max-seconds {20 if options.fast else 600} --eval-every 0 {flags}".strip()
-    runs = [metta_run(f"{budget} --seed {seed}", options) for seed in options.seeds]
-    scores, rates = column(runs, "eval_score_mean"), column(runs, "env_steps_per_second")
+def metta_learned(options: Options, flags: str, *more: str) -> tuple[str, dict]:
+    """A table of one game: hearts at the end of each seed's run, with more flags too, and of players that do not learn.
+
+    Runs with the same seed follow each other.
+    """
+    budget = f"--max-seconds {20 if options.fast else 600} --eval-every 0"
+    variants = [flags, *(f"{flags} {extra}".strip() for extra in more)]
+    found: dict[str, list] = {variant: [] for variant in variants}
+    for seed in options.seeds:
+        for variant, runs in found.items():
+            runs.append(metta_run(f"{budget} {variant} --seed {seed}", options))
     random_ = apart(random_hearts, flags=flags, agent_episodes=240)
     scripted = None if flags == REAL else apart(scripted_hearts, flags=flags, agent_episodes=120)
-    mean = statistics.mean(scores)
-    row = [" · ".join(f"{score:.2f}" for score in scores), f"{mean:.2f}", f"{random_:.2f}"]
-    row += [f"{scripted:.1f}", f"{mean / scripted:.0%}"] if scripted else ["–", "–"]
-    header = f"hearts, seeds {' · '.join(map(str, options.seeds))} | mean | random | scripted | of scripted"
-    header += " | agent steps | agent steps/s"
-    text = table(header, [[*row, f"{middle(runs, 'env_steps'):,.0f}", spread(rates)]])
-    return text, {"runs": runs, "random": random_, "scripted": scripted}
+    rows = []
+    for variant, runs in found.items():
+        scores, rates = column(runs, "eval_score_mean"), column(runs, "env_steps_per_second")
+        mean = statistics.mean(scores)
+        row = [f"`{variant}`" if variant else "default", " · ".join(f"{score:.2f}" for score in scores)]
+        row += [f"{mean:.2f}", f"{random_:.2f}"]
+        row += [f"{scripted:.1f}", f"{mean / scripted:.0%}"] if scripted else ["–", "–"]
+        rows.append([*row, f"{middle(runs, 'env_steps'):,.0f}", spread(rates)])
+    header = f"flags | hearts, seeds {' · '.join(map(str, options.seeds))} | mean | random | scripted | of scripted"
+    text = table(f"{header} | agent steps | agent steps/s", rows)
+    return text, {"runs": found, "random": random_, "scripted": scripted}
 
 
 def table_metta_learn_arena(options: Options, device: torch.device) -> tuple[str, dict]:
-    """`ppo_metta.py` at its defaults for ten minutes a seed: hearts per agent in 240 episodes of agents at the end.
+    """`ppo_metta.py` for ten minutes a seed, with and without memory: hearts in 240 episodes of agents at the end.
 
     Random and scripted players (those of `--suite metta-hearts`) stand beside it. Wanted: 30 % of the scripted one's.
     """
-    return metta_learned("", options)
+    return metta_learned(options, "", "--rnn none")
 
 
 def table_metta_learn_navigation(options: Options, device: torch.device) -> tuple[str, dict]:
-    """`ppo_metta.py --env-id MettaNavigation-v0` as in metta-learn-arena. Wanted: 80 % of the scripted one's hearts."""
-    return metta_learned(ARENAS["navigation"], options)
+    """Navigation as in metta-learn-arena, at the defaults. Wanted: 80 % of the scripted one's hearts."""
+    return metta_learned(options, ARENAS["navigation"])
 
 
 def table_metta_learn_real(options: Options, device: torch.device) -> tuple[str, dict]:
-    """`ppo_metta.py --env-id mettagrid` as in metta-learn-arena: mines and altars, for which nobody wrote a script.
+    """The real MettaGrid as in metta-learn-arena, at the defaults: mines and altars, for which nobody wrote a script.
 
     Wanted: five times the hearts of random play.
     """
     needs_mettagrid("metta-learn-real")
-    return metta_learned(REAL, options)
+    return metta_learned(options, REAL)
 
 
 class Deciding:

@@ -935,9 +935,10 @@ def test_what_ppo_learns_stands_beside_players_that_do_not(arena, monkeypatch) -
     monkeypatch.setattr(benchmark, "apart", lambda function, **_: hearts[function])
     monkeypatch.setattr(benchmark.util, "find_spec", lambda name: True)
     text, raw = benchmark.table_metta_learn_arena(Options(repeats=2), CPU)
-    assert text.splitlines()[2].split(" | ")[:5] == ["| 1.00 · 2.00", "1.50", "0.50", "12.0", "12%"]
+    assert cells(text)["default"][:5] == ["1.00 · 3.00", "2.00", "0.50", "12.0", "17%"]
+    assert cells(text)["`--rnn none`"][:5] == ["2.00 · 4.00", "3.00", "0.50", "12.0", "25%"]
     text, raw = benchmark.table_metta_learn_real(Options(repeats=2), CPU)
-    assert text.splitlines()[2].split(" | ")[:5] == ["| 3.00 · 4.00", "3.50", "0.50", "–", "–"]
+    assert cells(text)[f"`{benchmark.REAL}`"][:5] == ["5.00 · 6.00", "5.50", "0.50", "–", "–"]
     json.dumps(raw)
     for flags in arena:
         ppo_metta.tyro.cli(ppo_metta.Args, args=flags.split())
