@@ -366,7 +366,7 @@ def test_checkpoints_on_the_way(run, monkeypatch) -> None:
     monkeypatch.setattr(dqn_snake, "save_checkpoint", lambda *a: saves.append(a) or save(*a))
     run(checkpoint_every=0)
     assert len(saves) == 1
-    run(checkpoint_every=0.05, run_name="often")
+    run(checkpoint_every=0.005, run_name="often")
     assert len(saves) > 4
 
 
@@ -487,8 +487,8 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "tau": (0.5, lambda s, f: checkpoint(f)["target_network.head.bias"].tolist()),
     "max_grad_norm": (1e-3, head),
     "threads": (2, lambda s, f: s["device"]),
-    "log_every": (1e9, lambda s, f: len(scalars(f)["charts/SPS"])),
-    "eval_every": (0.2, lambda s, f: len(scalars(f)["eval/score_mean"]) > 1),
+    "log_every": (1e-6, lambda s, f: len(scalars(f)["charts/SPS"]) > 60),
+    "eval_every": (0.02, lambda s, f: len(scalars(f)["eval/score_mean"]) > 1),
     "eval_episodes": (11, lambda s, f: s["eval_episodes"]),
     "checkpoint_replay": (True, lambda s, f: "replay.obs" in checkpoint(f)),
     "video": (True, lambda s, f: (f / "videos" / "snake.gif").exists()),
@@ -541,8 +541,8 @@ def test_summary_and_tensorboard(run) -> None:
 def test_evaluation_does_not_count_into_speed(run, monkeypatch) -> None:
     fast = run(run_name="fast")[0]["env_steps_per_second"]
     evaluate = dqn_snake.evaluate
-    monkeypatch.setattr(dqn_snake, "evaluate", lambda *a: time.sleep(0.5) or evaluate(*a))
-    summary, _ = run(eval_every=0.1)
+    monkeypatch.setattr(dqn_snake, "evaluate", lambda *a: time.sleep(0.02) or evaluate(*a))
+    summary, _ = run(eval_every=1e-6)
     assert summary["env_steps_per_second"] > fast / 3 and summary["wall_seconds"] > 1
 
 

@@ -613,7 +613,7 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "prio_alpha": (0.7, heads),
     "threads": (2, lambda s, f: s["device"]),
     "log_every": (1e9, lambda s, f: len(scalars(f)["charts/SPS"])),
-    "eval_every": (0.05, lambda s, f: len(scalars(f)["eval/score_mean"]) > 1),
+    "eval_every": (0.005, lambda s, f: len(scalars(f)["eval/score_mean"]) > 1),
     "eval_episodes": (12, lambda s, f: s["eval_episodes"]),
     "video": (True, lambda s, f: (f / "videos" / "metta.gif").exists()),
     "profile": (True, lambda s, f: (f / "profile.json").exists()),
@@ -750,15 +750,15 @@ def test_denormal_numbers_are_flushed(run) -> None:
 def test_evaluation_does_not_count_into_speed(run, monkeypatch) -> None:
     fast = run(run_name="fast")[0]["env_steps_per_second"]
     evaluate = ppo_metta.evaluate
-    monkeypatch.setattr(ppo_metta, "evaluate", lambda *a: time.sleep(0.5) or evaluate(*a))
-    summary, _ = run(eval_every=0.01)
+    monkeypatch.setattr(ppo_metta, "evaluate", lambda *a: time.sleep(0.3) or evaluate(*a))
+    summary, _ = run(eval_every=1e-6)
     assert summary["env_steps_per_second"] > fast / 3 and summary["wall_seconds"] > 1
 
 
 def test_checkpoints_on_the_way(run, monkeypatch) -> None:
     saves, save = [], ppo_metta.save_checkpoint
     monkeypatch.setattr(ppo_metta, "save_checkpoint", lambda *a: saves.append(0) or save(*a))
-    run(checkpoint_every=0.01)
+    run(checkpoint_every=0.001)
     assert len(saves) > 2
 
 
