@@ -2012,6 +2012,7 @@ def draw(device: torch.device) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogFormatter
 
     def measured(name: str) -> dict:
         path = raw_file(name, device)
@@ -2019,14 +2020,17 @@ def draw(device: torch.device) -> None:
 
     def picture(name: str, lines: list[tuple[str, list, list]], **settings: str) -> None:
         """One line per (label, x, y); lines of one label share its color."""
-        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
         colors = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(label for label, *_ in lines))}
         for label, x, y in lines:
-            axes.plot(x, y, ".-", color=colors[label])
+            axes.plot(x, y, ".-", color=colors[label], linewidth=1, markersize=4)
         axes.set(**settings)
+        if settings.get("xscale") == "log":  # 20 and 30, not 2 x 10^1, which overlap
+            axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend([plt.Line2D([], [], color=color) for color in colors.values()], colors, frameon=False)
+        samples = [plt.Line2D([], [], color=color) for color in colors.values()]
+        figure.legend(samples, colors, loc="outside right upper", frameon=False)
         figure.savefig(raw_file(name, device).with_suffix(".png"), dpi=110)
         plt.close(figure)
 
@@ -2047,13 +2051,16 @@ def draw(device: torch.device) -> None:
         log = {"xscale": "log", "yscale": "log", "xlabel": "games at once", "ylabel": "env steps per second"}
         picture("throughput", lines, title="Snake: speed by number of games", **log)
     axes = {"xlabel": "seconds of training", "xscale": "log"}
-    for game, score in {"score": "food per greedy game", "hearts": "hearts", "distance": "pixels"}.items():
-        runs = measured(f"time-to-{game}").get("curves", {})
+    games = {"score": ("Snake", "food per greedy game"), "hearts": ("Arena", "hearts"), "distance": ("Mario", "pixels")}
+    for goal, (game, score) in games.items():
+        runs = measured(f"time-to-{goal}").get("curves", {})
         lines = [(who, *zip(*one)) for who, curves in runs.items() for one in curves]
         if lines:
-            picture(f"time-to-{game}", lines, title="A line for every seed", ylabel=f"mean {score}", **axes)
+            title = f"{game}: learning beside Stable-Baselines3, a line for every seed"
+            picture(f"time-to-{goal}", lines, title=title, ylabel=f"mean {score}", **axes)
     longest = [one for one in measured("learn").get("runs", []) if "--max-seconds 600" in one["flags"]]
-    learned = [(one["flags"].split(" --seed")[0], *zip(*one["curve"])) for one in longest]
+    flags = [one["flags"].split(" --seed")[0].replace("--max-seconds 600", "").strip() for one in longest]
+    learned = [(flag or "defaults", *zip(*one["curve"])) for flag, one in zip(flags, longest)]
     if learned:
         axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
         picture("learning", learned, title="Snake: ten minutes of dqn_snake.py, a line for every seed", **axes)
