@@ -1488,7 +1488,7 @@ def metta_learned(options: Options, flags: str, *more: str) -> tuple[str, dict]:
     found: dict[str, list] = {variant: [] for variant in variants}
     for seed in options.seeds:
         for variant, runs in found.items():
-            runs.append(metta_run(f"{budget} {variant} --seed {seed}", options))
+            runs.append(metta_run(" ".join([budget, *variant.split(), f"--seed {seed}"]), options))
     random_ = apart(random_hearts, flags=flags, agent_episodes=240)
     scripted = None if flags == REAL else apart(scripted_hearts, flags=flags, agent_episodes=120)
     rows = []
