@@ -768,7 +768,7 @@ def test_compiled_learns_what_eager_learns(run) -> None:
 
 
 def test_summary_and_tensorboard(run) -> None:
-    summary, folder = run(num_collectors=1, eval_every=0.3, total_timesteps=4000)
+    summary, folder = run(num_collectors=1, eval_every=0.3, log_every=0.05, total_timesteps=4000)
     assert json.loads((folder / "summary.json").read_text()) == summary
     expected = "script device precision compiled cudagraph sdpa env_steps wall_seconds env_steps_per_second "
     expected += "updates_per_second samples_per_second replay_ratio rollout_fraction train_fraction peak_memory_gib "
