@@ -13,20 +13,24 @@ the loop in `main` is when. The rest is switches and bookkeeping.
 import json
 import math
 import os
-import resource
 import signal
-import subprocess
 import sys
+import threading
 import time
 import timeit
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+# Before PyTorch loads: idle OpenMP threads sleep soon. By default they spin, and with one other busy process on two
+# cores the run then makes a third of its steps (benchmarks.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import torch
@@ -40,7 +44,8 @@ from torch.utils.tensorboard import SummaryWriter
 from envs.snake import BODY, FOOD, HEAD, MOVES, VARIANTS, Rules, SnakeBatch, SnakeEnv
 
 SCRIPT = Path(__file__).stem
-EVAL_SEED = 2**31
+EVAL_SEED = 2**31  # above every --seed
+GIF_FRAMES = 1_000
 
 
 @dataclass
@@ -64,8 +69,6 @@ class Args:
     """rules of the game (envs/snake.py); seen as `Snake-v0` shows it either way"""
     board: str = "10x10"
     """rows x columns, 4 to 64 each"""
-    start_length: int = 3
-    """cells of a new snake"""
     num_envs: int | None = None
     """games played side by side (None: 128 on CPU, 4096 on CUDA)"""
 
@@ -82,12 +85,8 @@ class Args:
     """transitions the replay holds (None: 500,000 on CPU, 2,000,000 on CUDA)"""
     gamma: float = 0.98
     """discount"""
-    n_step: int = 1
-    """rewards summed before the target network is asked"""
     double: bool = True
     """the online network picks the action the target network judges (van Hasselt et al. 2016)"""
-    dueling: bool = False
-    """value plus advantages instead of action values (Wang et al. 2016)"""
     batch_size: int | None = None
     """transitions per update (None: 256 on CPU, 8192 on CUDA)"""
     replay_ratio: float = 2.0
@@ -100,10 +99,8 @@ class Args:
     """share of random actions at the end"""
     exploration_fraction: float = 0.1
     """part of the run over which it falls, linearly"""
-    target_network_frequency: int = 1
-    """updates between two updates of the target network"""
     tau: float | None = None
-    """how far the target network moves then; 1 copies (None: 0.01 per 256 samples learned)"""
+    """how far the target network moves at an update; 1 copies (None: 0.01 per 256 samples learned)"""
     max_grad_norm: float = 10.0
     """gradients are clipped to this norm"""
 
@@ -146,10 +143,9 @@ class Args:
     """write a GIF of a game at the end, or with --evaluate"""
     wandb: bool = False
     """mirror TensorBoard to Weights & Biases (pip install wandb)"""
-    profile: bool = False
-    """write a torch profiler trace of 20 rounds of the loop, and its longest operations, into the run folder"""
 
 
+COMMAND_LINE_ONLY = {"run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"}  # never from a checkpoint
 DEFAULTS = {  # of flags that are None
     "cpu": {"num_envs": 128, "batch_size": 256, "buffer_size": 500_000},
     "cuda": {"num_envs": 4096, "batch_size": 8192, "buffer_size": 2_000_000},
@@ -168,9 +164,10 @@ def resolve(args: Args, device: torch.device) -> Args:
 
     shares = {"gamma", "tau", "start_e", "end_e", "exploration_fraction"}
     may_be_0 = {"seed", "learning_starts", "eval_every", "checkpoint_every", *shares} - {"tau"}
+    limits = dict.fromkeys(shares, 1) | {"seed": EVAL_SEED - 1, "threads": 256, "eval_episodes": 100_000}
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            highest = 1 if name in shares else sys.maxsize
+            highest = limits.get(name, sys.maxsize)
             if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
                 lowest = "0 or more" if name in may_be_0 else "above 0"
                 refuse(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
@@ -180,21 +177,27 @@ def resolve(args: Args, device: torch.device) -> Args:
         refuse(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
     if args.network == "attention" and args.hidden_size % AttentionLayer.HEADS:
         refuse(f"--hidden-size {args.hidden_size}: attention needs a multiple of {AttentionLayer.HEADS}")
-    if args.render and not args.evaluate:
+    if args.render and args.evaluate is None:
         refuse("--render: shows a trained agent, so it needs --evaluate PATH")
+    if args.resume is not None and args.evaluate is not None:
+        refuse("--resume --evaluate: choose one of them")
+    if args.num_envs > args.buffer_size:
+        refuse(f"--num-envs {args.num_envs}: one step of every game has to fit in --buffer-size {args.buffer_size}")
     rules_of(args)
 
     batches = args.batch_size / 256  # fewer updates for the same samples: each goes farther
-    rate, tau = 1e-3 * math.sqrt(batches), 1 - 0.99 ** (batches * args.target_network_frequency)
+    rate, tau = 1e-3 * math.sqrt(batches), 1 - 0.99**batches
     return replace(args, learning_rate=args.learning_rate or rate, tau=args.tau or tau)
 
 
 def rules_of(args: Args) -> Rules:
-    sides = [int(side) for side in args.board.split("x") if side.isdecimal()]
+    sides = args.board.split("x")
     try:
-        return Rules(**VARIANTS[args.env_id] | {"board": tuple(sides), "start_length": args.start_length})
+        if not all(side.isdecimal() for side in sides):
+            raise ValueError("must be rows x columns")
+        return Rules(**VARIANTS[args.env_id] | {"board": tuple(int(side) for side in sides)})
     except ValueError as error:
-        refuse(f"--board {args.board} --start-length {args.start_length}: {error}; 10x10 and 3 work")
+        refuse(f"--board {args.board}: {error}; 10x10 works")
 
 
 def make_envs(args: Args, num_envs: int, device: torch.device, seed: int) -> SnakeBatch:
@@ -282,28 +285,41 @@ class MLP(nn.Module):
         return F.relu_(self.norm2(self.hidden(x)))
 
 
+FLASH, EFFICIENT, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
+SDPA = {  # kernels to try, in this order
+    "auto": [FLASH, EFFICIENT, CUDNN],
+    "flash": [FLASH],
+    "efficient": [EFFICIENT],
+    "cudnn": [CUDNN],
+    "math": [],
+}
+
+
 class AttentionLayer(nn.Module):
     """Pre-norm transformer layer: `asking` (B, some, width) look at all of x (B, tokens, width)."""
 
     HEADS = 4
 
-    def __init__(self, width: int, sdpa: list[SDPBackend], device: torch.device) -> None:
+    def __init__(self, width: int, sdpa: str, device: torch.device) -> None:
         super().__init__()
-        self.sdpa = sdpa
+        self.backends = [*SDPA[sdpa], SDPBackend.MATH]  # the last always runs
         self.norm1, self.norm2 = (nn.LayerNorm(width, device=device) for _ in range(2))
         self.q, self.kv, self.out, self.up, self.down = (
             nn.Linear(*sizes, device=device)
             for sizes in ((width, width), (width, 2 * width), (width, width), (width, 2 * width), (2 * width, width))
         )
 
+    def kernel(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Name of the kernel that PyTorch picks here."""
+        q = torch.empty(1, self.HEADS, 16, 16, dtype=dtype, device=device)
+        with sdpa_kernel(self.backends, set_priority=True):
+            return SDPBackend(torch._fused_sdp_choice(q, q, q)).name.lower()
+
     def forward(self, x: torch.Tensor, asking: torch.Tensor) -> torch.Tensor:
         q = self.q(self.norm1(asking)).unflatten(2, (self.HEADS, -1)).transpose(1, 2)
         k, v = self.kv(self.norm1(x)).unflatten(2, (2, self.HEADS, -1)).permute(2, 0, 3, 1, 4)
-        if self.sdpa == [SDPBackend.MATH]:  # what the kernels compute, written out
-            mixed = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
-        else:
-            with sdpa_kernel(self.sdpa):
-                mixed = F.scaled_dot_product_attention(q, k, v)
+        with sdpa_kernel(self.backends, set_priority=True):
+            mixed = F.scaled_dot_product_attention(q, k, v)
         asking = asking + self.out(mixed.transpose(1, 2).flatten(2))
         return asking + self.down(F.relu_(self.up(self.norm2(asking))))
 
@@ -314,7 +330,7 @@ class Attention(nn.Module):
     In the second layer only the head asks, told where the food is: nothing else is read out, which takes half the time.
     """
 
-    def __init__(self, view: EgocentricView, width: int, sdpa: list[SDPBackend], device: torch.device) -> None:
+    def __init__(self, view: EgocentricView, width: int, sdpa: str, device: torch.device) -> None:
         super().__init__()
         self.code = nn.Embedding(10, width, device=device)
         self.place, self.food = (nn.Embedding(view.side**2, width, device=device) for _ in range(2))
@@ -328,20 +344,7 @@ class Attention(nn.Module):
         return self.norm(self.layer2(x, asking)).squeeze(1)
 
 
-def pick_sdpa(wanted: str, dtype: torch.dtype, device: torch.device, dropout: float = 0.0) -> list[SDPBackend]:
-    """The attention kernel asked for where it runs, else the first that does. Says which."""
-    names = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
-    q = torch.zeros(1, 1, 16, 16, dtype=dtype, device=device)
-    for name in sorted(names, key=lambda name: name != wanted):
-        backend = getattr(SDPBackend, names[name])
-        try:
-            with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):
-                F.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
-        except RuntimeError:
-            continue
-        asked = "" if wanted in ("auto", name) else f"--sdpa {wanted}: does not run in {dtype} on {device.type}; "
-        print(f"{asked}attention runs {'as written out' if name == 'math' else f'in the {name} kernel'}")
-        return [backend]
+SHAPES = "--network, --hidden-size, --board"  # what the shapes of its weights follow from
 
 
 class QNetwork(nn.Module):
@@ -351,22 +354,19 @@ class QNetwork(nn.Module):
     actions are left, ahead and right; a reversal means keep going, so it is worth what ahead is worth.
     """
 
-    def __init__(self, args: Args, sdpa: list[SDPBackend] | None, device: torch.device) -> None:
+    def __init__(self, args: Args, device: torch.device) -> None:
         super().__init__()
         view, width = EgocentricView(rules_of(args).board, device), args.hidden_size
         if args.network == "attention":
-            self.see, self.trunk = view.cells, Attention(view, width, sdpa, device)
+            self.see, self.trunk = view.cells, Attention(view, width, args.sdpa, device)
         else:
             self.see, self.trunk = view.spots, MLP(view, width, device)
-        self.head = nn.Linear(width, 3 + args.dueling, device=device)
+        self.head = nn.Linear(width, 3, device=device)
         direction, inside = torch.arange(4, device=device), torch.tensor([1, 2, 1, 0], device=device)
         self.inside = inside[(direction - direction[:, None]) % 4]  # (heading, action) -> output of `head`
 
     def judge(self, heading: torch.Tensor, *seen: torch.Tensor) -> torch.Tensor:
-        q = self.head(self.trunk(*seen)).float()
-        if q.shape[1] == 4:  # dueling: advantages, then the value
-            q = q[:, 3:] + q[:, :3] - q[:, :3].mean(1, keepdim=True)
-        return q.gather(1, self.inside[heading])
+        return self.head(self.trunk(*seen)).float().gather(1, self.inside[heading])
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         return self.judge(*self.see(obs))
@@ -387,24 +387,22 @@ def td_target(
 ) -> torch.Tensor:
     """r + discount * Q_target(s', argmax_a Q_online(s', a)), all (B,) or (B, actions), fp32.
 
-    `discount` is gamma^k after k rewards, 0 where the game was over (van Hasselt et al. 2016, equation 4). Plain DQN
-    passes the target's values twice.
+    `discount` is gamma, 0 where the game was over (van Hasselt et al. 2016, equation 4). Plain DQN passes the target's
+    values twice.
     """
     return reward + discount * next_q_target.gather(1, next_q_online.argmax(1, keepdim=True)).squeeze(1)
 
 
 class Replay:
-    """The last `buffer_size` transitions of all lanes, drawn uniformly, with n-step returns.
+    """The last `buffer_size` transitions of all lanes, drawn uniformly.
 
-    A transition is stored as a one-step one; each of the next n - 1 steps of the same game adds its reward and moves
-    `next_obs` on. So whatever is drawn is a valid return of 1 to n steps. `discount` is what the value of `next_obs`
-    counts: gamma^k, or 0 once the game terminated; a truncated game goes on counting. The write position lives on the
-    device, where a CUDA graph can move it.
+    `discount` is what the value of `next_obs` counts: gamma, or 0 once the game terminated; a truncated game goes on
+    counting. The write position lives on the device, where a CUDA graph can move it.
     """
 
     def __init__(self, args: Args, envs: SnakeBatch, device: torch.device) -> None:
-        self.rows, self.num_envs = max(args.buffer_size // args.num_envs, args.n_step), args.num_envs
-        self.n_step, self.gamma, board = args.n_step, args.gamma, envs.rules.board
+        self.rows, self.num_envs = args.buffer_size // args.num_envs, args.num_envs
+        self.gamma, board = args.gamma, envs.rules.board
         refuse_if_too_large("--buffer-size", args.buffer_size, 2 * envs.rules.cells + 9, device)
 
         def ring(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -419,19 +417,21 @@ class Replay:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError, before anything is changed, for values that no replay has."""
+        row, size = saved["row"].item(), saved["size"].item()
+        if not (0 <= row < self.rows and row <= size <= self.rows):
+            raise ValueError(f"row {row} and size {size} of {self.rows} rows")
+        for name, highest in (("obs", HEAD + 3), ("next_obs", HEAD + 3), ("action", 3)):
+            if not 0 <= int(saved[name].min()) <= int(saved[name].max()) <= highest:
+                raise ValueError(f"{name} must be 0 to {highest}")
         for name, tensor in self.state_dict().items():
             tensor.copy_(saved[name])
 
-    def store(self, obs, action, reward, terminated, length, final_obs) -> None:
-        """One step of every lane; `length` (N,) counts the steps of its game, this one included."""
-        row, factor = self.row, self.gamma * ~terminated
+    def store(self, obs, action, reward, terminated, final_obs) -> None:
+        """One step of every lane."""
+        row = self.row
         self.obs[row], self.action[row], self.reward[row] = obs, action.to(torch.int8), reward
-        self.next_obs[row], self.discount[row] = final_obs, factor
-        for lag in range(1, self.n_step):
-            earlier, same_game = (row - lag) % self.rows, length > lag
-            self.reward[earlier] += self.discount[earlier] * reward * same_game
-            self.discount[earlier] *= torch.where(same_game, factor, 1)
-            self.next_obs[earlier] = torch.where(same_game[:, None, None], final_obs, self.next_obs[earlier])
+        self.next_obs[row], self.discount[row] = final_obs, self.gamma * ~terminated
         self.row.add_(1).remainder_(self.rows)
         self.size.add_(1).clamp_(max=self.rows)
 
@@ -482,29 +482,32 @@ def play(q_network: QNetwork, args: Args, device: torch.device, render_mode: str
         yield env.render()
 
 
-def write_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    first, *others = (Image.fromarray(frame) for frame in play(q_network, args, device, "rgb_array"))
-    first.save(folder / "snake.gif", save_all=True, append_images=others, duration=80, loop=0)
-    return folder / "snake.gif"
+def write_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> None:
+    frames = (Image.fromarray(frame) for frame in play(q_network, args, device, "rgb_array"))
+    more = islice(frames, GIF_FRAMES - 1)  # a snake that goes in circles would have tens of thousands
+    try:
+        folder.mkdir(exist_ok=True)
+        next(frames).save(folder / "snake.gif", save_all=True, append_images=more, duration=80, loop=0)
+        say(str(folder / "snake.gif"))
+    except OSError as error:
+        say(f"--video: {folder} cannot be written ({error})")
 
 
 def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, float]:
     """--evaluate: one game in the terminal (--render), or the scores of many and a GIF (--video)."""
     path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
-    try:
-        q_network.load_state_dict(saved["q_network"])
-    except (KeyError, RuntimeError):
-        refuse(f"--evaluate {args.evaluate}: --network, --hidden-size, --dueling and --board must be as they were")
+    expected = {"q_network": q_network.state_dict()}
+    refuse_if_different(f"--evaluate {args.evaluate}", saved, expected, SHAPES)
+    q_network.load_state_dict(saved["q_network"])
     if args.render:
         for frame in play(q_network, args, device, "ansi"):
-            print(f"\033[H\033[J{frame}", flush=True)
+            say(f"\033[H\033[J{frame}")
             time.sleep(1 / SnakeEnv.metadata["render_fps"])
         return {}
     scores = evaluate(q_network, args, args.eval_episodes, device)
-    print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
+    say("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
-        print(write_gif(q_network, args, device, path.parent / "videos"))
+        write_gif(q_network, args, device, path.parent / "videos")
     return scores
 
 
@@ -517,6 +520,15 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def say(line: str, end: str = "\n") -> None:
+    """Print. When nobody reads any more (`| head`), the run is stopped as by SIGTERM: it saves, and is silent."""
+    try:
+        print(line, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.raise_signal(signal.SIGTERM)
+
+
 def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
     """Refuse storage of `value` * `each` + `fixed` bytes that does not fit; says which multiple of `unit` does."""
     if device.type == "cuda":
@@ -525,7 +537,7 @@ def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, 
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
     needed, most = value * each + fixed, (0.9 * room - fixed) // each // unit * unit
     if value > most:
-        works = f"at most {most:.0f} works" if most > 0 else "fewer games work"
+        works = f"at most {most:.0f} works" if most > 0 else "smaller sizes of everything else might"
         refuse(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; {works}")
 
 
@@ -540,18 +552,18 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-            print("--bf16: this GPU has no units for it; fp32 is used instead")
+            say("--bf16: this GPU has no units for it; fp32 is used instead")
             return torch.float32
         return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
     for flag, asked in (("--fp16", fp16), ("--tf32", tf32)):
         if asked:
-            print(f"{flag}: needs CUDA; fp32 is used instead")
+            say(f"{flag}: needs CUDA; fp32 is used instead")
     if bf16:
         matrices = (torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
         half, full = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in matrices)
         if half < full:
             return torch.bfloat16
-        print(f"--bf16: matmuls take {half / full:.0f} times as long as in fp32 on this CPU; fp32 is used instead")
+        say(f"--bf16: matmuls take {half / full:.0f} times as long as in fp32 on this CPU; fp32 is used instead")
     return torch.float32
 
 
@@ -562,7 +574,7 @@ def compiled(function: Callable, mode: str, *example: torch.Tensor, **options: A
         fast(*example)
         return fast
     except Exception as error:
-        print(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
+        say(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
         return function
 
 
@@ -622,9 +634,95 @@ class Stopwatch:
         return seconds
 
 
+class Interrupts:
+    """Ctrl-C and SIGTERM. The first ends the loop after its round, or at once what runs `with interrupts.at_once()`.
+
+    The second ends the program.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.raises = 0, False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.interrupt)
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def interrupt(self, number: int, frame: Any) -> None:
+        self.count += 1
+        if self.raises or self.count > 1:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        self.raises = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.count = max(self.count, 1)
+        finally:
+            self.raises = False
+
+
+@contextmanager
+def process_restored() -> Iterator[None]:
+    """At the end, put back what a run sets for its whole process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    excepthook = threading.excepthook
+
+    def hook(what: Any) -> None:
+        if not isinstance(what.exc_value, OSError):  # TensorBoard's thread on a full disk: `write_scalars` says it
+            excepthook(what)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = excepthook
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_flush_denormal(False)
+
+
+def make_run_folder(args: Args) -> Path:
+    """A folder that no other run has. Whoever creates args.json in it owns it, also of two that start at once."""
+    name = args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in count(1):
+        folder = Path(args.run_dir) / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "args.json", "x") as file:
+                json.dump({"script": SCRIPT, **vars(args)}, file, indent=2)
+            return folder
+        except FileExistsError:
+            if args.run_name:
+                refuse(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
+        except OSError as error:
+            refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+
+
+def write_json(path: Path, values: dict) -> None:
+    try:
+        path.write_text(json.dumps(values, indent=2))
+    except OSError as error:
+        print(f"{path}: could not be written ({error.strerror})", file=sys.stderr)
+
+
+def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
+    """Into TensorBoard. A disk that is full, or was for a moment, is no reason to end a run."""
+    try:
+        for tag, value in scalars.items():
+            writer.add_scalar(tag, value, step)
+    except OSError as error:
+        print(f"{writer.log_dir}: could not be logged to ({error.strerror}); the run goes on", file=sys.stderr)
+
+
 def save_checkpoint(path: Path, state: dict) -> None:
     """Write tensors and plain values to `path`. The file that was there stays whole until the new one is."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")  # of this process: two may write into one folder
     try:
         with open(temporary, "wb") as file:
             torch.save(state, file)
@@ -632,17 +730,25 @@ def save_checkpoint(path: Path, state: dict) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         reason = str(error).strip().splitlines()[0]
         print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
 
 
 def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
     """The file, the run folder's or the "latest" checkpoint of this script. Nothing in the file is executed."""
+
+    def is_ours(file: Path) -> bool:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            return json.loads((file.parent / "args.json").read_text())["script"] == SCRIPT
+        return False
+
+    if not name:
+        refuse(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
     path = Path(name)
     if name == "latest":
-        found = Path(run_dir).glob("*/checkpoint.pt")
-        ours = [file for file in found if f'"script": "{SCRIPT}"' in (file.parent / "args.json").read_text()]
+        ours = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
         path = max(ours, key=lambda file: file.stat().st_mtime, default=Path(run_dir))
     path = path / "checkpoint.pt" if path.is_dir() else path
     if not path.is_file():
@@ -652,38 +758,125 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
             state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             raise ValueError(f"it is one of {state['script']}.py")
+        if not isinstance(state["args"], dict):
+            raise ValueError("its args are no dict")
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({reason})")
     return path, state
 
 
-def machine(device: torch.device) -> dict[str, str | float]:
-    """What a result depends on besides the flags."""
-    commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    cuda, peak_kib = device.type == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else f"cpu, {torch.get_num_threads()} threads",
-        "peak_memory_gib": (torch.cuda.max_memory_allocated(device) if cuda else 1024 * peak_kib) / 2**30,
-        "torch": torch.__version__,
-        "git_commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip() or "unknown",
-    }
+def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
+    """The flags of a checkpoint's run, but for those that name files or say what to do: they are the user's alone."""
+
+    def is_a(value: Any, hint: Any) -> bool:
+        if isinstance(hint, types.UnionType):
+            return any(is_a(value, part) for part in get_args(hint))
+        if get_origin(hint) is Literal:
+            return type(value) in (str, int) and value in get_args(hint)
+        return type(value) is hint or (hint is float and type(value) is int)
+
+    hints = get_type_hints(Args)
+    if set(saved) != set(hints):
+        names = ", ".join(sorted(str(name) for name in set(saved) ^ set(hints))[:5])
+        refuse(f"{flag} {name}: made by another version of {SCRIPT}.py, with other flags ({names})")
+    for key, value in saved.items():
+        if not is_a(value, hints[key]):
+            refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py (its {key} is {str(value)[:40]!r})")
+    return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
 
 
+def difference(saved: Any, expected: Any, name: str = "it") -> str | None:
+    """The first place in which `saved`, which was loaded, is not built as `expected` is; None if there is none.
+
+    Names, types, lengths, dtypes and shapes must be the same, tensors dense, on the CPU and finite, whole numbers not
+    negative.
+    """
+    kinds = [dict if isinstance(value, dict) else type(value) for value in (saved, expected)]
+    if kinds[0] is not kinds[1]:
+        return f"{name} is of type {kinds[0].__name__}, not {kinds[1].__name__}"
+    if isinstance(expected, torch.Tensor):
+        if saved.layout != torch.strided or saved.device.type != "cpu":
+            return f"{name} is not dense"
+        if saved.dtype != expected.dtype or saved.shape != expected.shape:
+            return f"{name} is {saved.dtype} {list(saved.shape)}, not {expected.dtype} {list(expected.shape)}"
+        if saved.is_floating_point() and not saved.isfinite().all():
+            return f"{name} is not finite"
+    elif isinstance(expected, dict):
+        if set(saved) != set(expected):
+            return f"{name} has other parts: {', '.join(sorted(str(key) for key in set(saved) ^ set(expected))[:5])}"
+        parts = (difference(saved[key], expected[key], f"{name}.{key}".removeprefix("it.")) for key in expected)
+        return next(filter(None, parts), None)
+    elif isinstance(expected, (list, tuple)):
+        if len(saved) != len(expected):
+            return f"{name} has {len(saved)} parts, not {len(expected)}"
+        parts = (difference(*pair, f"{name}.{number}") for number, pair in enumerate(zip(saved, expected)))
+        return next(filter(None, parts), None)
+    elif type(saved) in (int, float) and not (math.isfinite(saved) and (saved >= 0 or type(saved) is float)):
+        return f"{name} is {saved}"
+    return None
+
+
+def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
+    """Refuse a checkpoint whose parts are not built as `expected`; `flags` are those that decide it."""
+    for name, part in expected.items():
+        reason = difference(saved[name], part, name) if name in saved else f"there is no {name}"
+        if reason:
+            refuse(f"{asked}: does not fit ({reason}); {flags} must be as they were")
+
+
+def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """What Adam's state looks like after an update."""
+    names = "exp_avg", "exp_avg_sq"
+    return {n: {"step": torch.zeros(()), **dict.fromkeys(names, weight.detach())} for n, weight in enumerate(weights)}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Put the moments of a checkpoint into `optimizer`, which keeps its own options."""
+    (options,) = optimizer.param_groups
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.param_groups[0].update(lr=options["lr"])  # the tensor that the loop writes to, not a copy
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """The most that this run has taken: of the GPU, or of the machine (None on Windows, which does not tell)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+@process_restored()
 def main(args: Args) -> dict:
     started = time.perf_counter()
+    interrupts = Interrupts()
     device = pick_device(args.device)
     args = resolve(args, device)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
-    sdpa = pick_sdpa(args.sdpa, dtype, device) if args.network == "attention" else None
-    q_network = QNetwork(args, sdpa, device)
-    if args.evaluate:
+    refuse_if_too_large("--num-envs", args.num_envs, 12 * math.prod(rules_of(args).board) + 100, device)
+    q_network = QNetwork(args, device)
+    if args.evaluate is not None:
         return show(q_network, args, device)
 
+    sdpa = None
+    if args.network == "attention":
+        sdpa = q_network.trunk.layer1.kernel(dtype, device)
+        asked = "" if args.sdpa in ("auto", sdpa.split("_")[0]) else f"--sdpa {args.sdpa}: does not run here; "
+        say(f"{asked}attention runs in {sdpa}")
+
     # --- what a run is made of ------------------------------------------------------------------------------------
-    target_network = QNetwork(args, sdpa, device).requires_grad_(False)
+    target_network = QNetwork(args, device).requires_grad_(False)
     target_network.load_state_dict(q_network.state_dict())
     weights, target_weights = list(q_network.parameters()), list(target_network.parameters())
     graphs = args.cudagraph and device.type == "cuda"
@@ -695,63 +888,94 @@ def main(args: Args) -> dict:
     obs = envs.reset()  # the environment's own buffer: every step overwrites it
     replay = Replay(args, envs, device)
     epsilon = torch.tensor(args.start_e, device=device)
-    learned = torch.zeros(4, device=device)  # since the last log: loss, q, updates skipped; and skipped in a row
+    learned = torch.zeros(2, device=device)  # sums of loss and q since the last log
     watch = Stopwatch(device)
 
-    # --- run folder -----------------------------------------------------------------------------------------------
-    folder = Path(args.run_dir) / (args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    if args.resume:
-        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
-        folder = path.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "args.json").write_text(json.dumps({"script": SCRIPT, **vars(args)}, indent=2))
-    except OSError as error:
-        refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+    # --- a new run, or the rest of one ----------------------------------------------------------------------------
+    global_step, updates, owed, seconds_before = 0, 0, 0.0, 0.0
 
+    def elapsed() -> float:
+        return seconds_before + time.perf_counter() - started
+
+    def run_state() -> dict[str, Any]:
+        """All there is to a run, as tensors and plain values."""
+        state = {
+            "q_network": q_network.state_dict(),
+            "target_network": target_network.state_dict(),
+            "optimizer": optimizer.state_dict()["state"],
+            "scaler": scaler.state_dict(),
+            "generator": generator.get_state(),
+            "envs": envs.state_dict(),
+            "global_step": global_step,
+            "updates": updates,
+            "owed": owed,
+            "elapsed": elapsed(),
+        }
+        return state | ({"replay": replay.state_dict()} if args.checkpoint_replay else {})
+
+    def load_run_state(saved: dict[str, Any]) -> None:
+        """Checks everything first: what does not fit is refused before anything is changed."""
+        nonlocal global_step, updates, owed, seconds_before
+        asked, expected = f"--resume {args.resume}", run_state()
+        if args.checkpoint_replay and "replay" not in saved:
+            del expected["replay"]
+        if saved.get("optimizer"):  # empty before the first update
+            expected["optimizer"] = adam_state(weights)
+        if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
+            del expected["scaler"]
+        same_device = getattr(saved.get("generator"), "shape", None) == expected["generator"].shape
+        if not same_device:
+            del expected["generator"]
+        refuse_if_different(asked, saved, expected, f"{SHAPES} and --num-envs")
+        try:
+            if same_device:
+                torch.Generator(device).set_state(saved["generator"])
+            envs.load_state_dict(saved["envs"])
+            if "replay" in expected:
+                replay.load_state_dict(saved["replay"])
+        except (RuntimeError, ValueError) as error:
+            refuse(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
+        q_network.load_state_dict(saved["q_network"])
+        target_network.load_state_dict(saved["target_network"])
+        load_optimizer(optimizer, saved["optimizer"])
+        if "scaler" in expected:
+            scaler.load_state_dict(saved["scaler"])
+        if same_device:
+            generator.set_state(saved["generator"])
+        else:
+            say("the random numbers begin anew: those of the checkpoint are of another kind of device")
+        if "replay" not in expected:
+            say("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
+        global_step, updates, owed, seconds_before = (saved[k] for k in ("global_step", "updates", "owed", "elapsed"))
+
+    folder = None
+    if args.resume is not None:
+        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
+        load_run_state(saved)
+        folder = path.parent
+        write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
+        for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
+            unfinished.unlink(missing_ok=True)
     if args.wandb:
         try:
             import wandb
         except ImportError:
             refuse("--wandb: its package is missing; pip install wandb")
+    folder = folder or make_run_folder(args)
+    if args.wandb:
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-    profiler = None
-    if args.profile:
-        profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=100, warmup=5, active=20, repeat=1))
-        profiler.start()
 
-    interrupts = []
-    for number in (signal.SIGINT, signal.SIGTERM):  # the second one ends the program at once
-        signal.signal(number, lambda number, _: (interrupts.append(number), signal.signal(number, signal.SIG_DFL)))
-
-    # --- a new run, or the rest of one ----------------------------------------------------------------------------
-    stateful = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "scaler": scaler}
-    stateful |= {"envs": envs} | ({"replay": replay} if args.checkpoint_replay else {})
-    global_step, updates, owed, seconds_before = 0, 0, 0.0, 0.0
-    if args.resume:
-        try:
-            for name, part in stateful.items():
-                part.load_state_dict(saved[name])
-        except (KeyError, RuntimeError, ValueError):
-            flags = "--network, --hidden-size, --dueling, --board, --num-envs and --checkpoint-replay"
-            refuse(f"--resume {args.resume}: {flags} must be as they were")
-        optimizer.param_groups[0].update(lr=learning_rate, capturable=graphs)  # loading put in the other run's
-        generator.set_state(saved["generator"])
-        global_step, updates, owed, seconds_before = saved["counters"]
-        if not args.checkpoint_replay:
-            print("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
     first_step, first_update = logged_step, logged_update = global_step, updates
     held, scores = replay.size.item() * args.num_envs, {}
     writer = SummaryWriter(folder, purge_step=global_step)
     writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
     precision = str(dtype).removeprefix("torch.")
-    print(f"{folder} on {machine(device)['device']} in {precision}")
+    threads = f"cpu, {torch.get_num_threads()} threads"
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    say(f"{folder} on {device_name} in {precision}")
     every = f"every {args.batch_size / args.replay_ratio:g} steps (replay ratio {args.replay_ratio:g})"
     learns = f"an update on {args.batch_size} of the last {replay.rows * args.num_envs:,} transitions"
-    print(f"{args.num_envs} games; {every} {learns}; learning rate {args.learning_rate:.2g}, tau {args.tau:.2g}")
-
-    def elapsed() -> float:
-        return seconds_before + time.perf_counter() - started
+    say(f"{args.num_envs} games; {every} {learns}; learning rate {args.learning_rate:.2g}, tau {args.tau:.2g}")
 
     def progress() -> float:
         return max(global_step / (args.total_timesteps or math.inf), elapsed() / (args.max_seconds or math.inf))
@@ -766,17 +990,15 @@ def main(args: Args) -> dict:
     def save() -> None:
         if not all(weight.isfinite().all() for weight in weights):
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        state = {name: part.state_dict() for name, part in stateful.items()} | {"generator": generator.get_state()}
-        state |= {"script": SCRIPT, "args": vars(args), "counters": [global_step, updates, owed, elapsed()]}
-        save_checkpoint(folder / "checkpoint.pt", state)
+        save_checkpoint(folder / "checkpoint.pt", {"script": SCRIPT, "args": vars(args), **run_state()})
 
     def log() -> None:
         seconds = watch.read()
         steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
         games, score, length, returned = (envs.finished / envs.finished[0].clamp(min=1)).tolist()
-        loss, q, skipped, in_a_row = learned.tolist()
+        loss, q = learned.tolist()
         envs.finished.zero_()
-        learned[:3] = 0
+        learned.zero_()
         scalars = {
             "charts/SPS": steps / wall,
             "charts/updates_per_second": learns / wall,
@@ -784,7 +1006,6 @@ def main(args: Args) -> dict:
             "charts/replay_ratio": learns * args.batch_size / steps,
             "charts/epsilon": epsilon.item(),
             "losses/learning_rate": learning_rate.item(),
-            "losses/skipped_updates": skipped,
             "perf/rollout_fraction": 1 - seconds["learn"] / wall,
         }
         scalars |= {f"perf/{phase}_ms": 1000 * spent * args.num_envs / steps for phase, spent in seconds.items()}
@@ -796,19 +1017,16 @@ def main(args: Args) -> dict:
             scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             with suppress(ImportError, RuntimeError):  # without NVML
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
-        for tag, value in scalars.items():
-            writer.add_scalar(tag, value, global_step)
+        write_scalars(writer, scalars, global_step)
         line = f"{progress():4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}"
         line += f"  epsilon {epsilon:.3f}  score {score:5.1f}  greedy {scores.get('eval_score_mean', math.nan):5.1f}"
-        print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
-        if in_a_row >= 10:
-            first = f"every update from number {updates - in_a_row + 1:.0f} on was not finite and was skipped"
-            refuse(f"--learning-rate {args.learning_rate:g}: {first}; a lower one works")
+        say(line, end="\r" if sys.stdout.isatty() else "\n")
+        if not math.isfinite(loss):
+            refuse(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
 
     def test(episodes: int) -> dict[str, float]:
         scores = evaluate(q_network, args, episodes, device)
-        for name, value in scores.items():
-            writer.add_scalar(name.replace("_", "/", 1), value, global_step)
+        write_scalars(writer, {name.replace("_", "/", 1): value for name, value in scores.items()}, global_step)
         return scores
 
     # --- acting and learning --------------------------------------------------------------------------------------
@@ -843,7 +1061,7 @@ def main(args: Args) -> dict:
         _, reward, terminated, _, info = envs.step(action)
         watch.mark("env")
         # 2 store
-        replay.store(before, action, reward, terminated, info["length"], info["final_obs"])
+        replay.store(before, action, reward, terminated, info["final_obs"])
         watch.mark("store")
 
     def update() -> None:
@@ -851,12 +1069,10 @@ def main(args: Args) -> dict:
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        finite = nn.utils.clip_grad_norm_(weights, args.max_grad_norm).isfinite()
-        optimizer.found_inf = skipped = 1 - finite.float()  # at 1, fused Adam leaves weights and moments as they are
+        nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
         scaler.step(optimizer)
         scaler.update()
-        learned[:3] += torch.stack([torch.where(finite, loss.detach(), 0), q, skipped])
-        learned[3] = torch.where(finite & (learned[3] < 10), 0, learned[3] + 1)  # from ten on it only grows
+        learned.add_(torch.stack([loss.detach(), q]))
 
     # --- switches: they wrap `policy`, `loss_of`, `rollout` and `update` ------------------------------------------
     policy_step, loss_step = policy, loss_of
@@ -867,7 +1083,7 @@ def main(args: Args) -> dict:
     if graphs:
         rollout, update = Graphed(rollout, generator, watch), Graphed(update, generator, watch)
     elif args.cudagraph:
-        print("--cudagraph: needs CUDA; the loop runs without graphs")
+        say("--cudagraph: needs CUDA; the loop runs without graphs")
 
     # --- the loop -------------------------------------------------------------------------------------------------
     last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
@@ -890,8 +1106,7 @@ def main(args: Args) -> dict:
             update()
             owed -= args.batch_size
             updates += 1
-            if updates % args.target_network_frequency == 0:
-                torch._foreach_lerp_(target_weights, weights, args.tau)
+            torch._foreach_lerp_(target_weights, weights, args.tau)
         watch.mark("learn")
 
         # 4 log, evaluate, save
@@ -900,41 +1115,27 @@ def main(args: Args) -> dict:
             logged_step, logged_update = global_step, updates
             watch.mark("log")
         if due("eval"):
-            scores = test(max(args.eval_episodes // 10, 1))
+            with interrupts.at_once():
+                scores = test(max(args.eval_episodes // 10, 1))
             watch.mark()
         if due("checkpoint"):
             save()
             watch.mark()
-        if profiler:
-            profiler.step()
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- the end: what must not be lost first ---------------------------------------------------------------------
     if global_step > logged_step:
         log()
     wall_seconds, busy = elapsed(), sum(watch.total.values()) or math.inf
     save()
-    print()
-    if interrupts:
-        print(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
-    else:
-        scores = test(args.eval_episodes)
-        print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
-        if args.video:
-            print(write_gif(q_network, args, device, folder / "videos"))
-        print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
-    if profiler:
-        profiler.stop()
-        profiler.export_chrome_trace(str(folder / "profile.json"))
-        longest = profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=30)
-        (folder / "profile.txt").write_text(longest)
     steps, learns = global_step - first_step, updates - first_update
     summary = {
         "script": SCRIPT,
-        **machine(device),
+        "device": device_name,
+        "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
         "compiled": loss_step is not loss_of,
         "cudagraph": graphs,
-        "sdpa": sdpa[0].name.lower() if sdpa else None,
+        "sdpa": sdpa,
         "env_steps": global_step,
         "wall_seconds": wall_seconds,
         "env_steps_per_second": steps / busy,
@@ -945,22 +1146,33 @@ def main(args: Args) -> dict:
         "train_fraction": watch.total["learn"] / busy,
         **scores,
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    writer.close()
+    write_json(folder / "summary.json", summary)
+    say("")
+    if not interrupts:
+        with interrupts.at_once():
+            summary |= test(args.eval_episodes)
+            write_json(folder / "summary.json", summary)
+            say("  ".join(f"{name} {value:g}" for name, value in summary.items() if name.startswith("eval")))
+            if args.video:
+                write_gif(q_network, args, device, folder / "videos")
+            say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
+    if interrupts:
+        say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
+    with suppress(OSError):  # on a full disk
+        writer.close()
     return summary
 
 
 def parse() -> Args:
     """The command line, with --resume and --evaluate on top of the flags of that run."""
     args = tyro.cli(Args, description=__doc__)
-    name = args.resume or args.evaluate
-    if name:
-        saved = load_checkpoint("--resume" if args.resume else "--evaluate", name, args.run_dir)[1]["args"]
-        try:
-            args = tyro.cli(Args, default=Args(**saved), description=__doc__)
-        except TypeError as error:
-            refuse(f"{name}: made by another version of {SCRIPT}.py ({error})")
-    return args
+    flag = "resume" if args.resume is not None else "evaluate"
+    name = getattr(args, flag)
+    if name is None:
+        return args
+    path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
+    args = tyro.cli(Args, default=Args(**saved_flags(f"--{flag}", name, saved["args"])), description=__doc__)
+    return replace(args, **{flag: str(path)})  # looked up once: the latest may soon be another one
 
 
 if __name__ == "__main__":
@@ -968,7 +1180,9 @@ if __name__ == "__main__":
         main(parse())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except RuntimeError as error:
-        if "memory" not in str(error):
+    except (OSError, MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            refuse("out of memory: a smaller --batch-size, --buffer-size, --num-envs or --eval-episodes works")
+        if not isinstance(error, OSError):
             raise
-        refuse("out of memory: a smaller --batch-size, --buffer-size or --num-envs works")
+        refuse(str(error))

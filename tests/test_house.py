@@ -22,8 +22,9 @@ SCRIPTS = {
     "ppo_metta.py": ppo_metta,
     "dqn_mario_async.py": dqn_mario_async,
 }
-SHARED = "refuse refuse_if_too_large pick_device pick_precision compiled Graphed Stopwatch save_checkpoint "
-SHARED += "load_checkpoint machine pick_sdpa"
+SHARED = "refuse say refuse_if_too_large pick_device pick_precision compiled Graphed Stopwatch Interrupts "
+SHARED += "process_restored make_run_folder write_json write_scalars save_checkpoint load_checkpoint saved_flags "
+SHARED += "difference refuse_if_different peak_memory_gib is_out_of_memory"
 
 
 def blocks(script: str) -> dict[str, str]:
@@ -36,8 +37,6 @@ def blocks(script: str) -> dict[str, str]:
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("name", SHARED.split())
 def test_shared_blocks_are_the_same_letter_for_letter(script: str, name: str) -> None:
-    if name == "pick_sdpa" and "scaled_dot_product_attention" not in (ROOT / script).read_text():
-        pytest.skip("no attention in this script")
     assert blocks(script)[name] == blocks("dqn_snake.py")[name]
 
 
@@ -82,7 +81,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 def test_the_benchmark_times_the_matmuls_of_an_update(tmp_path) -> None:
     args = dqn_snake.resolve(dqn_snake.Args(device="cpu"), torch.device("cpu"))
-    q_network = dqn_snake.QNetwork(args, None, torch.device("cpu"))
+    q_network = dqn_snake.QNetwork(args, torch.device("cpu"))
     torch.save({"q_network": q_network.state_dict()}, tmp_path / "checkpoint.pt")
     seconds = [benchmark.matmul_seconds(batch, tmp_path / "checkpoint.pt", torch.device("cpu")) for batch in (16, 4096)]
     assert 0 < 10 * seconds[0] < seconds[1]

@@ -1,0 +1,80 @@
+"""Break the code on purpose, one place at a time, and see that a test fails each time.
+
+    python tests/mutants/run.py               # all lists, some minutes a script
+    python tests/mutants/run.py dqn_snake     # one list
+    python tests/mutants/run.py dqn_snake -k epsilon
+
+A list is a text file beside this one: mutants separated by lines of `====`, each with a first line
+`file | test file::test or -k expression | what is wrong`, the code as it is, a line `----`, and the code as it is then.
+Run by hand: it is not part of the test suite.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+def read(name: str) -> list[tuple[str, str, str, str, str]]:
+    """file, tests, title, old and new code of the mutants in list `name`."""
+    mutants = []
+    for text in re.split(r"^====\n", (HERE / f"{name}.txt").read_text(), flags=re.MULTILINE):
+        if text.strip():
+            head, body = text.strip("\n").split("\n", 1)
+            file, tests, title = (part.strip() for part in head.split(" | "))
+            old, new = (body + "\n").split("----\n")
+            mutants.append((file, tests, title, old.rstrip("\n"), new.rstrip("\n")))
+    return mutants
+
+
+def survives(root: Path, file: str, tests: str, old: str, new: str) -> bool:
+    """Whether the tests pass with `old` replaced by `new`."""
+    path = root / file
+    source = path.read_text()
+    assert source.count(old) == 1, f"{file} has {source.count(old)} times: {old}"
+    path.write_text(source.replace(old, new))
+    target, *names = tests.split("::")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        "not slow",
+        target,
+        *(["-k", names[0]] if names else []),
+    ]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    path.write_text(source)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lists", nargs="*", default=sorted(path.stem for path in HERE.glob("*.txt")))
+    parser.add_argument("-k", default="", help="only mutants with this in their title")
+    options = parser.parse_args()
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "copy"
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".git", "runs", "__pycache__"))
+        for name in options.lists:
+            for file, tests, title, old, new in read(name):
+                if options.k in title:
+                    lives = survives(root, file, tests, old, new)
+                    survivors += lives
+                    print(f"{'SURVIVES' if lives else 'caught  '}  {file}: {title}", flush=True)
+    print(f"{survivors} survive")
+    raise SystemExit(survivors > 0)
+
+
+if __name__ == "__main__":
+    main()
