@@ -28,10 +28,6 @@ from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-# Before PyTorch loads: idle OpenMP threads sleep soon. By default they spin, and with one other busy process on two
-# cores the run then makes a third of its steps (benchmarks.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 import numpy as np
 import torch
 import torch.nn as nn
@@ -120,7 +116,7 @@ class Args:
     sdpa: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """attention kernel to try first (--network attention)"""
     threads: int | None = None
-    """CPU threads (None: all cores, 8 at most)"""
+    """CPU threads (None: all cores, 8 at most; fewer where other programs keep them busy)"""
 
     # Input and output
     log_every: float = 2.0
@@ -145,6 +141,7 @@ class Args:
     """mirror TensorBoard to Weights & Biases (pip install wandb)"""
 
 
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 COMMAND_LINE_ONLY = {"run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"}  # never from a checkpoint
 DEFAULTS = {  # of flags that are None
     "cpu": {"num_envs": 128, "batch_size": 256, "buffer_size": 500_000},
@@ -154,8 +151,9 @@ DEFAULTS = {  # of flags that are None
 
 def resolve(args: Args, device: torch.device) -> Args:
     """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    defaults = DEFAULTS[device.type] | {"threads": min(cores, 8), "hidden_size": 512}
+    defaults = DEFAULTS[device.type] | {"hidden_size": 512}
+    if args.threads is None:
+        defaults["threads"] = pick_threads(CORES)
     if args.network == "attention":
         defaults["hidden_size"] = 64
     if args.total_timesteps is None:
@@ -547,6 +545,31 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def matmul_rate(threads: int) -> float:
+    """Matrix products per second on so many threads, over 0.2 s: some turns of the scheduler."""
+    torch.set_num_threads(threads)
+    x, products, started = torch.ones(256, 256), 0, time.perf_counter()
+    while time.perf_counter() < started + 0.2:
+        torch.relu_(x @ x)
+        products += 1
+    return products / (time.perf_counter() - started)
+
+
+def pick_threads(cores: int) -> int:
+    """A thread for each core, 8 at most, or fewer where fewer are faster: when other programs are busy here.
+
+    Threads wait for the slowest of them, spinning. Beside one busy process on two cores, two make 2,900 steps/s and
+    one 5,200 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
+    """
+    most = min(cores, 8)
+    rates = {threads: matmul_rate(threads) for threads in sorted({most, max(most - 1, 1), max(most // 2, 1), 1})}
+    best = max(rates, key=rates.get)
+    if rates[best] < 1.1 * rates[most]:
+        return most
+    say(f"other programs are busy here: {best} of {most} threads are faster (--threads decides)")
+    return best
+
+
 def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> torch.dtype:
     """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
     if device.type == "cuda":
@@ -897,6 +920,9 @@ def main(args: Args) -> dict:
     def elapsed() -> float:
         return seconds_before + time.perf_counter() - started
 
+    def progress() -> float:
+        return max(global_step / (args.total_timesteps or math.inf), elapsed() / (args.max_seconds or math.inf))
+
     def run_state() -> dict[str, Any]:
         """All there is to a run, as tensors and plain values."""
         state = {
@@ -904,6 +930,7 @@ def main(args: Args) -> dict:
             "target_network": target_network.state_dict(),
             "optimizer": optimizer.state_dict()["state"],
             "scaler": scaler.state_dict(),
+            "device": device.type,
             "generator": generator.get_state(),
             "envs": envs.state_dict(),
             "global_step": global_step,
@@ -917,15 +944,17 @@ def main(args: Args) -> dict:
         """Checks everything first: what does not fit is refused before anything is changed."""
         nonlocal global_step, updates, owed, seconds_before
         asked, expected = f"--resume {args.resume}", run_state()
+        if saved["args"].get("board") != args.board:  # 9x4 and 4x9 have tensors of the same shapes
+            refuse(f"--board {args.board}: must be {saved['args'].get('board')}, as it was")
         if args.checkpoint_replay and "replay" not in saved:
             del expected["replay"]
         if saved.get("optimizer"):  # empty before the first update
             expected["optimizer"] = adam_state(weights)
         if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
             del expected["scaler"]
-        same_device = getattr(saved.get("generator"), "shape", None) == expected["generator"].shape
+        same_device = saved.get("device") == device.type
         if not same_device:
-            del expected["generator"]
+            del expected["device"], expected["generator"]
         refuse_if_different(asked, saved, expected, f"{SHAPES} and --num-envs")
         try:
             if same_device:
@@ -952,6 +981,9 @@ def main(args: Args) -> dict:
     if args.resume is not None:
         path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
         load_run_state(saved)
+        if progress() >= 1:
+            over = f"its run is over after {global_step:,} steps and {elapsed():.0f} s"
+            refuse(f"--resume {args.resume}: {over}; a larger --total-timesteps or --max-seconds works")
         folder = path.parent
         write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
         for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
@@ -976,9 +1008,6 @@ def main(args: Args) -> dict:
     every = f"every {args.batch_size / args.replay_ratio:g} steps (replay ratio {args.replay_ratio:g})"
     learns = f"an update on {args.batch_size} of the last {replay.rows * args.num_envs:,} transitions"
     say(f"{args.num_envs} games; {every} {learns}; learning rate {args.learning_rate:.2g}, tau {args.tau:.2g}")
-
-    def progress() -> float:
-        return max(global_step / (args.total_timesteps or math.inf), elapsed() / (args.max_seconds or math.inf))
 
     def due(what: str) -> bool:
         every = getattr(args, f"{what}_every")
@@ -1087,7 +1116,7 @@ def main(args: Args) -> dict:
 
     # --- the loop -------------------------------------------------------------------------------------------------
     last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
-    writer.add_scalar("perf/warmup_s", time.perf_counter() - started, global_step)
+    write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
     watch.mark()
     while progress() < 1 and not interrupts:
         # 1 act and step, 2 store
@@ -1171,7 +1200,10 @@ def parse() -> Args:
     if name is None:
         return args
     path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
-    args = tyro.cli(Args, default=Args(**saved_flags(f"--{flag}", name, saved["args"])), description=__doc__)
+    flags = saved_flags(f"--{flag}", name, saved["args"])
+    if args.total_timesteps is not None or args.max_seconds is not None:
+        flags |= {"total_timesteps": None, "max_seconds": None}  # a new limit takes the place of the old ones
+    args = tyro.cli(Args, default=Args(**flags), description=__doc__)
     return replace(args, **{flag: str(path)})  # looked up once: the latest may soon be another one
 
 

@@ -1,8 +1,11 @@
 """What keeps the scripts one project: blocks they share letter for letter, commands that work, sections in order."""
 
 import ast
+import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,9 +25,9 @@ SCRIPTS = {
     "ppo_metta.py": ppo_metta,
     "dqn_mario_async.py": dqn_mario_async,
 }
-SHARED = "refuse say refuse_if_too_large pick_device pick_precision compiled Graphed Stopwatch Interrupts "
-SHARED += "process_restored make_run_folder write_json write_scalars save_checkpoint load_checkpoint saved_flags "
-SHARED += "difference refuse_if_different peak_memory_gib is_out_of_memory"
+SHARED = "refuse say refuse_if_too_large pick_device matmul_rate pick_threads pick_precision compiled Graphed "
+SHARED += "Stopwatch Interrupts process_restored make_run_folder write_json write_scalars save_checkpoint "
+SHARED += "load_checkpoint saved_flags difference refuse_if_different peak_memory_gib is_out_of_memory"
 
 
 def blocks(script: str) -> dict[str, str]:
@@ -59,6 +62,28 @@ def test_sections_stand_in_order(script: str) -> None:
     order += ["def refuse", "def main", "# 1 act and step", "# 3 learn", "# 4 log, evaluate, save", "if __name__"]
     places = [source.index(mark) for mark in order]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("script", ["dqn_snake.py", "dqn_snake_sb3_compat.py", "ppo_metta.py"])
+def test_nothing_that_only_unix_has_is_needed(script: str, tmp_path: Path) -> None:
+    """As on Windows: modules and functions that are not there are taken away before the script begins."""
+    hidden = """
+import os, runpy, signal, sys
+import gymnasium, PIL.Image, torch, torch.utils.tensorboard, tyro
+sys.modules |= dict.fromkeys(("fcntl", "grp", "pwd", "resource", "termios"))
+for module, names in ((os, ("fork", "sched_getaffinity", "sysconf")), (signal, ("SIGKILL", "pthread_sigmask"))):
+    for name in names:
+        delattr(module, name)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, "")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    flags = f"--total-timesteps 300 --eval-episodes 2 --threads 1 --run-dir {tmp_path} --run-name run --num-envs 2"
+    command = [sys.executable, "-c", hidden, script, *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("run/videos/*.gif"))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["peak_memory_gib"] is None
 
 
 @pytest.mark.parametrize("page", ["README.md", "benchmarks.md", *SCRIPTS])
