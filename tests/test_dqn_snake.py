@@ -1,5 +1,6 @@
 """The Snake trainer: its maths, its switches, what it leaves behind, and what it refuses."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -255,22 +256,35 @@ def test_target_network_follows_tau(run) -> None:
     assert distance(run(tau=1e-6, run_name="still")[1]) > distance(run(tau=0.5, run_name="soft")[1]) > 0
 
 
+def toward_the_food(obs: torch.Tensor) -> torch.Tensor:
+    """Values (B, 4) of a player that goes straight to the food, around what is in the way of its next step."""
+    values = torch.zeros(len(obs), 4)
+    for value, board in zip(values, obs.numpy()):
+        (head,), food = np.argwhere(board >= HEAD), np.argwhere(board == FOOD)[0]
+        for action, move in enumerate(MOVES):
+            row, column = head + move
+            free = 0 <= row < len(board) and 0 <= column < len(board[0]) and board[row, column] < BODY
+            value[action] = -abs(row - food[0]) - abs(column - food[1]) if free else -1000
+    return values
+
+
 def test_evaluation_plays_every_game_once_to_its_end() -> None:
-    """Against the rule book, with the same greedy policy and the same food."""
+    """Against the rule book, with the same policy and the same food."""
     from envs.snake import SnakeEnv
 
-    q_network, args = network(), resolve(Args(**QUICK), CPU)
+    args = resolve(Args(**QUICK), CPU)
     scores = []
     for lane in range(12):
         env = SnakeEnv(lane=lane, board=(6, 6))
         obs, done = env.reset(seed=2**31)[0], False
         while not done:
-            obs, _, terminated, truncated, info = env.step(q_network(torch.as_tensor(obs)[None]).argmax().item())
+            obs, _, terminated, truncated, info = env.step(toward_the_food(torch.as_tensor(obs)[None]).argmax().item())
             done = terminated or truncated
         scores.append(info["score"])
-    result = dqn_snake.evaluate(q_network, args, 12, CPU)
+    assert len(set(scores)) > 4
+    result = dqn_snake.evaluate(toward_the_food, args, 12, CPU)
     assert result["eval_score_mean"] == pytest.approx(np.mean(scores)) and result["eval_score_max"] == max(scores)
-    assert result["eval_episodes"] == 12
+    assert result["eval_score_median"] == torch.tensor(scores).median() and result["eval_episodes"] == 12
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(run, monkeypatch, capsys, tmp_path) -> None:
@@ -506,7 +520,7 @@ def test_checkpoints_on_the_way(run, monkeypatch) -> None:
 
 def test_bf16_moves_what_the_network_says_and_reaches_every_weight(run, monkeypatch) -> None:
     """One autocast context around many updates would go on with the first weights: outputs must change every time."""
-    probe, said, networks, gradients = boards(4), [], [], []
+    probe, said, copied, networks, gradients = boards(4), [], [], [], []
     init = QNetwork.__init__
     monkeypatch.setattr(QNetwork, "__init__", lambda self, *a: networks.append(self) or init(self, *a))
     monkeypatch.setattr(dqn_snake, "pick_precision", lambda *_: torch.bfloat16)
@@ -517,11 +531,13 @@ def test_bf16_moves_what_the_network_says_and_reaches_every_weight(run, monkeypa
             gradients[:] = [weight.grad for weight in self.param_groups[0]["params"]]
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
                 said.append(networks[0](probe))
+                copied.append(copy.deepcopy(networks[0])(probe))  # new tensors: no cast of them can be an old one
 
     monkeypatch.setattr(torch.optim, "Adam", WatchedAdam)
     summary, _ = run(total_timesteps=1200, learning_rate=1e-2)
     assert summary["precision"] == "bfloat16" and len(said) > 20
     assert not any(torch.equal(before, after) for before, after in zip(said[1:], said[2:]))
+    assert all(torch.equal(*pair) for pair in zip(said, copied))
     assert all(gradient.dtype == torch.float32 and gradient.abs().sum() > 0 for gradient in gradients)
 
 
