@@ -809,43 +809,26 @@ def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
 
 
-def difference(saved: Any, expected: Any, name: str = "it") -> str | None:
-    """The first place in which `saved`, which was loaded, is not built as `expected` is; None if there is none.
-
-    Names, types, lengths, dtypes and shapes must be the same, tensors dense, on the CPU and finite, whole numbers not
-    negative.
-    """
-    kinds = [dict if isinstance(value, dict) else type(value) for value in (saved, expected)]
-    if kinds[0] is not kinds[1]:
-        return f"{name} is of type {kinds[0].__name__}, not {kinds[1].__name__}"
-    if isinstance(expected, torch.Tensor):
-        if saved.layout != torch.strided or saved.device.type != "cpu":
-            return f"{name} is not dense"
-        if saved.dtype != expected.dtype or saved.shape != expected.shape:
-            return f"{name} is {saved.dtype} {list(saved.shape)}, not {expected.dtype} {list(expected.shape)}"
-        if saved.is_floating_point() and not saved.isfinite().all():
-            return f"{name} is not finite"
-    elif isinstance(expected, dict):
-        if set(saved) != set(expected):
-            return f"{name} has other parts: {', '.join(sorted(str(key) for key in set(saved) ^ set(expected))[:5])}"
-        parts = (difference(saved[key], expected[key], f"{name}.{key}".removeprefix("it.")) for key in expected)
-        return next(filter(None, parts), None)
-    elif isinstance(expected, (list, tuple)):
-        if len(saved) != len(expected):
-            return f"{name} has {len(saved)} parts, not {len(expected)}"
-        parts = (difference(*pair, f"{name}.{number}") for number, pair in enumerate(zip(saved, expected)))
-        return next(filter(None, parts), None)
-    elif type(saved) in (int, float) and not (math.isfinite(saved) and (saved >= 0 or type(saved) is float)):
-        return f"{name} is {saved}"
-    return None
+def structure(value: Any) -> Any:
+    """Names, types, dtypes and shapes of what was saved; None for what no run saves, such as NaN or sparse tensors."""
+    if isinstance(value, dict):
+        return {name: structure(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [structure(part) for part in value]
+    if isinstance(value, torch.Tensor):
+        is_dense = value.layout == torch.strided
+        is_finite = is_dense and (not value.is_floating_point() or bool(value.isfinite().all()))
+        return (value.dtype, value.shape) if is_finite else None
+    if type(value) in (int, float) and not -math.inf < value < math.inf or type(value) is int and value < 0:
+        return None
+    return type(value)
 
 
 def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
-    """Refuse a checkpoint whose parts are not built as `expected`; `flags` are those that decide it."""
+    """Refuse a checkpoint with parts that are not built as `expected`; `flags` are those that decide it."""
     for name, part in expected.items():
-        reason = difference(saved[name], part, name) if name in saved else f"there is no {name}"
-        if reason:
-            refuse(f"{asked}: does not fit ({reason}); {flags} must be as they were")
+        if name not in saved or structure(saved[name]) != structure(part):
+            refuse(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
 def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:

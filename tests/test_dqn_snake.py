@@ -744,6 +744,15 @@ def test_threads_are_fewer_beside_busy_programs(monkeypatch, capsys) -> None:
     assert dqn_snake.pick_threads(1) == 1
 
 
+def test_a_folder_that_cannot_be_written_is_no_reason_not_to_evaluate(run, capsys) -> None:
+    summary, folder = run()
+    (folder / "videos").write_text("a file where the folder should be")
+    assert (
+        main(Args(**QUICK | {"evaluate": str(folder), "video": True}))["eval_score_mean"] == summary["eval_score_mean"]
+    )
+    assert "--video: " in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> None:
     summary, folder = run()
     args = Args(**QUICK | {"evaluate": str(folder)})

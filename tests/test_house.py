@@ -27,7 +27,7 @@ SCRIPTS = {
 }
 SHARED = "refuse say refuse_if_too_large pick_device matmul_rate pick_threads pick_precision compiled Graphed "
 SHARED += "Stopwatch Interrupts process_restored make_run_folder write_json write_scalars save_checkpoint "
-SHARED += "load_checkpoint saved_flags difference refuse_if_different peak_memory_gib is_out_of_memory"
+SHARED += "load_checkpoint saved_flags structure refuse_if_different peak_memory_gib is_out_of_memory"
 
 
 def blocks(script: str) -> dict[str, str]:
