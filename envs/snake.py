@@ -208,12 +208,12 @@ class SnakeEnv(gym.Env):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Raises ValueError, before anything is changed, for values that no game has."""
-        reason = self._impossible(saved)
+        reason = self._problem(saved)
         if reason:
             raise ValueError(f"not a game of Snake on this board: {reason}")
         vars(self).update(saved, body=deque(saved["body"]), free=list(saved["free"]), slot=dict(saved["slot"]))
 
-    def _impossible(self, saved: dict[str, Any]) -> str | None:
+    def _problem(self, saved: dict[str, Any]) -> str | None:
         """What is wrong with a `state_dict`, None if nothing is."""
         rules = self.rules
         kinds = dict.fromkeys("key draws heading score clock".split(), int)
@@ -405,13 +405,13 @@ class SnakeBatch:
         for name, tensor in state.items():
             if saved[name].dtype != tensor.dtype or saved[name].shape != tensor.shape:
                 raise ValueError(f"{name} must be {tensor.dtype} {list(tensor.shape)}")
-        reason = self._impossible(**{name: tensor.cpu() for name, tensor in saved.items()})
+        reason = self._problem(**{name: tensor.cpu() for name, tensor in saved.items()})
         if reason:
             raise ValueError(f"not games of Snake on this board: {reason}")
         for name, tensor in state.items():
             tensor.copy_(saved[name])
 
-    def _impossible(
+    def _problem(
         self, codes, free, slot, head, tail, heading, num_free, draws, clock, length, score, episode_return, finished
     ) -> str | None:
         """What is wrong with a `state_dict` on the CPU, None if nothing is.
