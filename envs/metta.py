@@ -249,12 +249,27 @@ class MettaArena:
         self.render_mode, self.lane, self.key = render_mode, lane, None
         self.possible_agents = [f"agent_{i}" for i in range(self.rules.num_agents)]
         self.agents: list[str] = []
+        # Made once, so that whoever seeds a space samples from the one that was seeded.
+        self.observation_spaces = {name: gym.spaces.Box(0, 255, (TOKENS, 3), np.uint8) for name in self.possible_agents}
+        self.action_spaces = {name: gym.spaces.Discrete(len(ACTIONS)) for name in self.possible_agents}
+
+    @property
+    def unwrapped(self) -> "MettaArena":
+        return self
+
+    @property
+    def num_agents(self) -> int:
+        return len(self.agents)
+
+    @property
+    def max_num_agents(self) -> int:
+        return len(self.possible_agents)
 
     def observation_space(self, agent: str) -> gym.spaces.Box:
-        return gym.spaces.Box(0, 255, (TOKENS, 3), np.uint8)
+        return self.observation_spaces[agent]
 
     def action_space(self, agent: str) -> gym.spaces.Discrete:
-        return gym.spaces.Discrete(len(ACTIONS))
+        return self.action_spaces[agent]
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
         """Starts the stream of `seed`, or the next episode of the stream under way (without either: seed 0)."""
@@ -329,10 +344,10 @@ class MettaArena:
         return walls
 
     def step(self, actions: Mapping[str, int]) -> tuple[dict, dict, dict, dict, dict]:
+        for name in self.agents:
+            if actions[name] not in range(len(ACTIONS)):
+                raise ValueError(f"action {actions[name]} of {name}: must be a whole number, 0 to {len(ACTIONS) - 1}")
         chosen = [int(actions[name]) for name in self.agents]
-        for name, action in zip(self.agents, chosen):
-            if not 0 <= action < len(ACTIONS):
-                raise ValueError(f"action {action} of {name}: must be 0 to {len(ACTIONS) - 1}")
         self.clock += 1
         for converter in self.converters:
             self._tick(converter)
@@ -503,6 +518,9 @@ class MettaArena:
             return render_ansi(self)
         if self.render_mode == "rgb_array":
             return render_rgb(self)
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
 
 ITEM_COLORS = dict(zip(ITEMS, ("#c0763b", "#5b8def", "#57b26a", "#f2c14e", "#7fb2ff", "#8fdc9b", "#ff5a6e", "#b9c4d6",
@@ -750,14 +768,79 @@ class MettaBatch:
         return [state.view(self.num_games, -1) for state in states]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All that the games are, as the tensors themselves, not copies."""
-        names = "episode episode_key clock limit grid at heading color worth inventory timer table shown header stats "
-        names += "spare_grid spare_at spare_turn finished obs"
-        return {name: getattr(self, name) for name in names.split()} | {"key": self.key}
+        """All that the games are, as the tensors themselves, not copies. What follows from these is made when they are
+        loaded: tokens and spare maps too, so that games may go on on another kind of device."""
+        names = "key episode clock limit grid at heading color inventory timer header stats finished"
+        return {name: getattr(self, name) for name in names.split()}
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
+        """Raises ValueError, before anything is changed, for values that no game has."""
+        state = self.state_dict()
+        if set(saved) != set(state):
+            raise ValueError(f"games must have {', '.join(state)}")
+        for name, tensor in state.items():
+            if saved[name].dtype != tensor.dtype or saved[name].shape != tensor.shape:
+                raise ValueError(f"{name} must be {tensor.dtype} {list(tensor.shape)}")
+        problem = self._problem(**{name: tensor.cpu() for name, tensor in saved.items()})
+        if problem:
+            raise ValueError(f"not games of these rules: {problem}")
+        for name, tensor in state.items():
             tensor.copy_(saved[name])
+
+        self.episode_key.copy_(_hash(self.key + self.episode))
+        self.worth.copy_(self._worth_of_agents())
+        self._write_tokens(torch.arange(len(self.timer), device=self.device))
+        self._write_looks()
+        if self.fixed_shapes:
+            self._make_spares(self.lanes)
+        self._observe(slice(None), self.obs)
+
+    def _problem(
+        self, key, episode, clock, limit, grid, at, heading, color, inventory, timer, header, stats, finished
+    ) -> str | None:
+        """What is wrong with a `state_dict` on the CPU, None if nothing is.
+
+        Every thing must stand where it is said to, within walls, and hold what it can: a step follows codes and cells
+        without looking where they lead.
+        """
+        rules, lanes = self.rules, self.num_games
+        rows, columns = rules.shape
+        # The most that is held and the longest rest, by code.
+        most_held = torch.zeros(self.codes, len(ITEMS), dtype=torch.int64)
+        most_held[FIRST : self.first_agent] = 255  # of a byte
+        most_held[self.first_agent :] = torch.tensor(CARRY)
+        longest = torch.zeros(self.codes, dtype=torch.int64)
+        longest[FIRST : self.first_agent] = self.cooldown[FIRST : self.first_agent].cpu() + 1
+        longest[self.first_agent :] = rules.freeze
+        place = at - self.lane.cpu() * self.cells
+        row, column = place // columns, place % columns
+        limits = {  # lowest and highest
+            "key": (key, 0, 2**32 - 1),
+            "episode": (episode, 0, 2**32),
+            "limit": (limit, 1, rules.max_steps),
+            "clock": (clock, 0, limit - 1),
+            "grid": (grid, 0, self.codes - 1),
+            "row": (row, VIEW, rows - VIEW - 1),
+            "column": (column, VIEW, columns - VIEW - 1),
+            "heading": (heading, 0, 3),
+            "color": (color, 0, 255),
+            "inventory": (inventory.view(lanes, self.codes, -1), 0, most_held),
+            "timer": (timer.view(lanes, -1), 0, longest),
+        }
+        for name, (values, lowest, highest) in limits.items():
+            if ((values < lowest) | (values > highest)).any():
+                return f"{name} out of range"
+        if not finished.isfinite().all():
+            return "sums that are not finite"
+        map_inside = torch.zeros(rows, columns, dtype=torch.bool)
+        map_inside[VIEW:-VIEW, VIEW:-VIEW] = True
+        if (grid.view(lanes, rows, columns)[:, ~map_inside] != WALL).any():
+            return "a map without its outer wall"
+        count = torch.zeros(lanes, self.codes, dtype=torch.int64)
+        count.scatter_add_(1, grid.long(), torch.ones_like(grid, dtype=torch.int64))
+        if (count[:, FIRST:] > 1).any() or (grid.view(-1)[at] != self.code.cpu()).any():
+            return "agents and map differ"
+        return None
 
     def reset(self) -> torch.Tensor:
         """Start a new episode in every lane."""
@@ -798,8 +881,7 @@ class MettaBatch:
         self._count("success", success)
         self._count("failed", ~success)
 
-        held = self.inventory[self.body]
-        worth = (torch.minimum(held, self.counted) * self.rate).sum(1)
+        worth = self._worth_of_agents()
         hundredths = worth - self.worth
         self.worth.copy_(worth)
         self._count("hundredths", hundredths)
@@ -808,9 +890,7 @@ class MettaBatch:
         self.header[:, 1:3] = self.action_header[action]
         self.header[:, 3] = hundredths.clamp(0, 255)
         self._write_tokens(self._select_rows(self.dirty)[0])
-        heads = self.table[:-TOKENS].view(self.num_games, self.codes, 16)[:, self.first_agent :]
-        heads[:, :, 3] = (self.heading << 16 | ORIENTATION << 8).view(self.num_games, -1)
-        heads[:, :, 4] = (self.color << 16 | COLOR << 8).view(self.num_games, -1)
+        self._write_looks()
         tokens = self._observe(slice(None), self.final_obs)
         self._count("tokens_written", tokens.clamp(max=TOKENS))
         self._count("tokens_dropped", (tokens - TOKENS).clamp(min=0))
@@ -838,6 +918,10 @@ class MettaBatch:
             self._observe(agents, obs)
             self.obs[agents] = obs
         return self.obs, hundredths / 100, torch.zeros_like(truncated), truncated, info
+
+    def _worth_of_agents(self) -> torch.Tensor:
+        """Hundredths that what each agent holds is worth."""
+        return (torch.minimum(self.inventory[self.body], self.counted) * self.rate).sum(1)
 
     def _stat(self, name: str) -> torch.Tensor:
         return self.stats[:, STATS.index(name)]
@@ -1014,6 +1098,12 @@ class MettaBatch:
         table[rows] = tokens
         self.shown[rows] = torch.where(head > 0, (head + has.sum(1)).byte(), self.shown[rows])
 
+    def _write_looks(self) -> None:
+        """Prepare the tokens of the agents that say where they look and what color they have."""
+        tokens = self.table[:-TOKENS].view(self.num_games, self.codes, 16)[:, self.first_agent :]
+        tokens[:, :, 3] = (self.heading << 16 | ORIENTATION << 8).view(self.num_games, -1)
+        tokens[:, :, 4] = (self.color << 16 | COLOR << 8).view(self.num_games, -1)
+
     def _observe(self, agents: slice | torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write what `agents` see to `out` (B, 200, 3) uint8; returns (B,) how many tokens there were.
 
@@ -1121,6 +1211,11 @@ class MettaVectorEnv(VectorEnv):
         return self.batch.reset().numpy().copy(), {}
 
     def step(self, actions: np.ndarray):
+        actions = np.asarray(actions)
+        if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
+            raise ValueError(f"actions {actions}: must be {self.num_envs} whole numbers")
+        if actions.min() < 0 or actions.max() >= len(ACTIONS):
+            raise ValueError(f"actions {actions}: must be 0 to {len(ACTIONS) - 1} each")
         obs, reward, terminated, truncated, info = self.batch.step(torch.as_tensor(actions, dtype=torch.int64))
         done, infos = truncated.numpy(), {}
         if done.any():

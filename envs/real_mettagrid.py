@@ -5,6 +5,7 @@ here is mines and altars: walking into a mine digs one ore (three can be carried
 """
 
 import importlib
+import logging
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ except ImportError as error:
     raise ImportError(
         f"{error}: the real MettaGrid needs `pip install mettagrid==0.26.22` (Python 3.11 or 3.12)"
     ) from error
+
+# Before an error it prints the whole configuration, pages of it; what is wrong stands in the error.
+logging.getLogger("mettagrid.simulator.simulator").setLevel(logging.CRITICAL)
 
 
 def mines_and_altars(agents: int = 8, side: int = 16, max_steps: int = 256) -> MettaGridConfig:
@@ -62,16 +66,30 @@ def mines_and_altars(agents: int = 8, side: int = 16, max_steps: int = 256) -> M
     )
 
 
+def one_line(error: BaseException) -> str:
+    """Kind and text of an error, whatever its number of lines."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
 def load_config(path: str | None) -> MettaGridConfig:
-    """The config at "package.module:attribute", a config or a function without arguments that returns one."""
+    """The config at "package.module:attribute", a config or a function without arguments that returns one.
+
+    Raises ValueError, its message one line, if there is none, whatever the code there does.
+    """
     if path is None:
         return mines_and_altars()
     module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise ValueError(f'config "{path}": must be package.module:attribute')
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f'config "{path}": must be package.module:attribute ({error})') from error
-    config = found() if callable(found) else found
+    except (Exception, SystemExit) as error:  # code of somebody else, which may do anything
+        raise ValueError(f'config "{path}": must be package.module:attribute ({one_line(error)})') from error
+    try:
+        config = found() if callable(found) else found
+    except (Exception, SystemExit) as error:
+        raise ValueError(f'config "{path}": calling it without arguments fails ({one_line(error)})') from error
     if not isinstance(config, MettaGridConfig):
         raise ValueError(f'config "{path}": must be a MettaGridConfig or return one, not {type(config).__name__}')
     return config
@@ -85,7 +103,10 @@ class RealMettaGrid:
     `rewards` (N,) float32, the rest (N,) bool. A simulation that ends starts anew in the same step; `info["final_obs"]`
     is what its agents saw before. The simulations write to these arrays themselves; `obs` may be handed in (shared
     memory, say). All but `rewards`, `terminals` and `truncations` are overwritten by the next step.
-    `num_actions`, `num_tokens` and `features` (id to name and normalization) come from the package.
+    `num_actions`, `num_tokens` and `features` (id to name and normalization) come from the package. `max_steps` is the
+    step limit of an episode, None where the config has none: such an episode may never end.
+
+    Raises ValueError, its message one line, for a config that no game can be made of.
     """
 
     def __init__(
@@ -99,14 +120,20 @@ class RealMettaGrid:
         if num_games < 1:
             raise ValueError(f"num_games {num_games}: must be at least 1")
         self.config = config if isinstance(config, MettaGridConfig) else load_config(config)
+        self.name = f'config "{config}"' if isinstance(config, str) else "config"
         self.num_games, self.seed, self.random_first_length = num_games, seed, random_first_length
         game = self.config.game
         agents = num_games * game.num_agents
         self.num_agents, self.num_tokens = agents, game.obs.num_tokens
         self.window = (game.obs.height, game.obs.width)
-        self.action_names = [action.name for action in game.actions.actions()]
+        self.max_steps: int | None = game.max_steps or None
+        try:
+            self.action_names = [action.name for action in game.actions.actions()]
+            features = game.id_map().features()
+        except Exception as error:  # each part of the package has errors of its own
+            raise ValueError(f"{self.name}: not whole ({one_line(error)})") from error
         self.num_actions = len(self.action_names)
-        self.features = {feature.id: (feature.name, feature.normalization) for feature in game.id_map().features()}
+        self.features = {feature.id: (feature.name, feature.normalization) for feature in features}
         shape = (agents, game.obs.num_tokens, game.obs.token_dim)
         if obs is not None and (obs.shape != shape or obs.dtype != np.uint8 or not obs.flags.c_contiguous):
             raise ValueError(f"obs {obs.dtype} {obs.shape}: must be contiguous uint8 {shape}")
@@ -166,7 +193,10 @@ class RealMettaGrid:
             config.game.map_builder.seed = int(draws[0] >> 1)
         if self.episodes[i] == 0 and self.random_first_length and config.game.max_steps:
             config.game.max_steps = 1 + int(draws[1]) % config.game.max_steps
-        self.simulations[i] = Simulator().new_simulation(config, int(draws[2] >> 1), buffers=self.buffers[i])
+        try:
+            self.simulations[i] = Simulator().new_simulation(config, int(draws[2] >> 1), buffers=self.buffers[i])
+        except Exception as error:
+            raise ValueError(f"{self.name}: no game can be made of it ({one_line(error)})") from error
 
     def close(self) -> None:
         for simulation in self.simulations:

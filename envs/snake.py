@@ -11,6 +11,7 @@ A body code names the direction of the next cell toward the head, a head code th
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,8 +164,11 @@ class SnakeEnv(gym.Env):
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         rules = self.rules
+        if action not in range(4):  # -1 would read the last direction of MOVES
+            raise ValueError(f"action {action}: must be 0, 1, 2 or 3")
+        action = int(action)
         if not (rules.reversal_guard and action ^ 2 == self.heading):
-            heading = int(action)
+            heading = action
         else:
             heading = self.heading
         columns = rules.board[1]
@@ -203,7 +207,46 @@ class SnakeEnv(gym.Env):
         return {name: getattr(self, name) for name in names} | {"body": list(self.body)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        vars(self).update(saved, body=deque(saved["body"]))
+        """Raises ValueError, before anything is changed, for values that no game has."""
+        reason = self._problem(saved)
+        if reason:
+            raise ValueError(f"not a game of Snake on this board: {reason}")
+        vars(self).update(saved, body=deque(saved["body"]), free=list(saved["free"]), slot=dict(saved["slot"]))
+
+    def _problem(self, saved: dict[str, Any]) -> str | None:
+        """What is wrong with a `state_dict`, None if nothing is."""
+        rules = self.rules
+        kinds = dict.fromkeys("key draws heading score clock".split(), int)
+        kinds |= {"won": bool, "body": list, "free": list, "slot": dict}
+        if type(saved) is not dict or set(saved) != {*kinds, "food"}:
+            return "other names"
+        for name, kind in kinds.items():
+            if type(saved[name]) is not kind:
+                return f"{name} is not of type {kind.__name__}"
+        food, body = saved["food"], saved["body"]
+        taken = body if food is None else [*body, food]
+        if not all(type(cell) is int and 0 <= cell < rules.cells for cell in [*taken, *saved["free"]]):
+            return "a cell beside the board"
+        if not body or len(set(taken)) < len(taken):
+            return "things on top of each other"
+        for cell, successor in zip(body, body[1:]):
+            (row, column), (next_row, next_column) = divmod(cell, rules.board[1]), divmod(successor, rules.board[1])
+            move = next_row - row, next_column - column
+            if move not in MOVES:
+                return "a body in pieces"
+        if saved["heading"] not in range(4) or (len(body) > 1 and saved["heading"] != MOVES.index(move)):
+            return "a head that looks elsewhere"
+        if sorted(saved["free"]) != sorted(set(range(rules.cells)) - set(taken)):
+            return "free cells that are not free"
+        if saved["slot"] != {cell: i for i, cell in enumerate(saved["free"])}:
+            return "slots of other cells"
+        if saved["won"] != (food is None) or (saved["won"] and saved["free"]):
+            return "a win before the board is full"
+        if saved["score"] != len(body) - rules.start_length:
+            return "a score that is not what was eaten"
+        if not (0 <= saved["key"] < 2**32 and saved["draws"] >= 0 and 0 <= saved["clock"] <= rules.limit):
+            return "a number out of range"
+        return None
 
     def _draw(self) -> int:
         self.draws += 1
@@ -253,12 +296,16 @@ def render_ansi(env: SnakeEnv) -> str:
 
 
 def render_rgb(env: SnakeEnv) -> np.ndarray:
-    """The board as (height, width, 3) uint8, 24 pixels a cell: the body fades toward the tail, the head looks ahead."""
+    """The board as (height, width, 3) uint8: the body fades toward the tail, the head looks ahead.
+
+    A cell has 24 pixels, on boards with more than 20 cells along a side as few as keep that side within 480.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
-    size, bar = 48, 64  # drawn twice as large and then halved, for smooth edges
     rows, columns = env.rules.board
-    image = Image.new("RGB", (columns * size, rows * size + bar), "#0f1420")
+    size, bar = 2 * min(24, 480 // max(rows, columns)), 64  # drawn twice as large and then halved, for smooth edges
+    width = max(columns * size, 192)  # the score needs as much
+    image = Image.new("RGB", (width, rows * size + bar), "#0f1420")
     draw = ImageDraw.Draw(image)
 
     def middle(cell: int) -> tuple[float, float]:
@@ -351,8 +398,71 @@ class SnakeBatch:
         return {name: getattr(self, name) for name in names.split()}
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
+        """Raises ValueError, before anything is changed, for values that no game has."""
+        state = self.state_dict()
+        if set(saved) != set(state):
+            raise ValueError(f"games must have {', '.join(state)}")
+        for name, tensor in state.items():
+            if saved[name].dtype != tensor.dtype or saved[name].shape != tensor.shape:
+                raise ValueError(f"{name} must be {tensor.dtype} {list(tensor.shape)}")
+        reason = self._problem(**{name: tensor.cpu() for name, tensor in saved.items()})
+        if reason:
+            raise ValueError(f"not games of Snake on this board: {reason}")
+        for name, tensor in state.items():
             tensor.copy_(saved[name])
+
+    def _problem(
+        self, codes, free, slot, head, tail, heading, num_free, draws, clock, length, score, episode_return, finished
+    ) -> str | None:
+        """What is wrong with a `state_dict` on the CPU, None if nothing is.
+
+        Every lane must have a whole snake, its head where it is said to be, one food, and a list of all other cells: a
+        step follows codes, cells and slots without looking where they lead.
+        """
+        rules, cells = self.rules, self.rules.cells
+        limits = {
+            "codes": (codes, HEAD + 3),
+            "free": (free, cells - 1),
+            "slot": (slot, cells),
+            "head": (head, cells - 1),
+            "tail": (tail, cells - 1),
+            "heading": (heading, 3),
+            "num_free": (num_free, cells),
+            "clock": (clock, rules.limit - 1),
+            "draws": (draws, torch.iinfo(torch.int64).max),
+            "length": (length, torch.iinfo(torch.int64).max),
+        }
+        for name, (values, highest) in limits.items():
+            if values.min() < 0 or values.max() > highest:
+                return f"{name} must be 0 to {highest}"
+        if not (episode_return.isfinite().all() and finished.isfinite().all()):
+            return "returns must be finite"
+
+        free, slot, lanes = free.long(), slot.long(), torch.arange(self.num_envs)
+        is_snake, is_free = codes >= BODY, codes == EMPTY
+        if (codes[lanes, head] != HEAD + heading).any() or ((codes >= HEAD).sum(1) != 1).any():
+            return "head and codes differ"
+        if ((codes == FOOD).sum(1) != 1).any():
+            return "not one food"
+        if (is_snake.sum(1) - rules.start_length != score).any():
+            return "score is not what was eaten"
+        # From the tail, code by code, over every cell of the snake to the head.
+        neighbour, cell = self.neighbour.cpu(), tail
+        arrives = is_snake.sum(1) - 1
+        for step in range(int(arrives.max()) + 1):
+            if ((cell == head) != (step >= arrives)).any() or not is_snake[lanes, cell].all():
+                return "a snake in pieces"
+            before = cell
+            direction = codes[lanes, cell].long() - BODY
+            cell = torch.where(cell == head, head, neighbour[cell * 4 + direction.clamp(max=3)])
+            if ((cell == head) & (before != head) & (direction != heading)).any():
+                return "a head that looks elsewhere"
+        slot_fits = torch.where(is_free, slot < num_free[:, None], slot == cells)
+        if (is_free.sum(1) != num_free).any() or not slot_fits.all():
+            return "num_free or slots are not those of the free cells"
+        if (free.gather(1, slot) != torch.arange(cells))[is_free].any():
+            return "free cells that are not free"
+        return None
 
     def reset(self) -> torch.Tensor:
         """Start a new game in every lane."""
@@ -466,6 +576,8 @@ class SnakeVectorEnv(VectorEnv):
     """`SnakeBatch` for users of Gymnasium's vector API: NumPy in, NumPy out, finished games restart in the same step.
 
     `reset(seed=s)` starts the lanes' streams of seed s: lane i plays what `SnakeEnv(lane=i)` plays with that seed.
+    A list of seeds is one for each lane: lane i then plays what a `SnakeEnv()` of its own, as `SyncVectorEnv` would
+    have it, plays with seed i of the list, and goes on with its stream where that is None.
     """
 
     metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -479,23 +591,48 @@ class SnakeVectorEnv(VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.kwargs, self.batch = rules, None
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        if seed is not None or self.batch is None:
-            seed = int(self.np_random.integers(2**32)) if seed is None else seed
-            self.batch = SnakeBatch(self.num_envs, seed=seed, **self.kwargs)
-        return self.rules.observe(self.batch.reset().numpy()), {}
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
+        one_seed = seed is None or np.ndim(seed) == 0
+        super().reset(seed=seed if one_seed else None)
+        if not one_seed and len(seed) != self.num_envs:
+            raise ValueError(f"{len(seed)} seeds for {self.num_envs} games: must be as many, or one seed for all")
+        if self.batch is None or (one_seed and seed is not None):
+            first = int(self.np_random.integers(2**32)) if seed is None or not one_seed else seed
+            self.batch = SnakeBatch(self.num_envs, seed=first, **self.kwargs)
+        if not one_seed:
+            for lane, lane_seed in enumerate(seed):
+                if lane_seed is not None:
+                    self.batch.key[lane] = _lane_key(lane_seed, 0)
+                    self.batch.draws[lane] = 0
+        obs = self.rules.observe(self.batch.reset().numpy())
+        score, won = np.zeros(self.num_envs, int), np.zeros(self.num_envs, bool)
+        return obs, self._info(score, won, np.ones(self.num_envs, bool))
 
     def step(self, actions: np.ndarray):
+        actions = np.asarray(actions)
+        if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
+            raise ValueError(f"actions {actions}: must be {self.num_envs} whole numbers")
+        if actions.min() < 0 or actions.max() > 3:
+            raise ValueError(f"actions {actions}: must be 0, 1, 2 or 3 each")
         obs, reward, terminated, truncated, info = self.batch.step(torch.as_tensor(actions, dtype=torch.int64))
         done = (terminated | truncated).numpy()
-        infos = {"score": info["score"].numpy(), "_score": np.ones(self.num_envs, bool)}
+        score, won = info["score"].numpy(), info["won"].numpy()
+        # A game that has ended shows its last info beside its last observation; what is left is of the new game.
+        infos = self._info(np.where(done, 0, score), won & ~done, np.ones(self.num_envs, bool))
         if done.any():
             final = np.full(self.num_envs, None, object)
             final_obs = self.rules.observe(info["final_obs"].numpy())
             for lane in done.nonzero()[0]:
                 final[lane] = final_obs[lane]
-            final_info = {"score": np.where(done, infos["score"], 0), "_score": done}
-            infos |= {"final_obs": final, "_final_obs": done, "final_info": final_info, "_final_info": done}
+            infos["final_obs"] = final
+            infos["_final_obs"] = done
+            infos["final_info"] = self._info(np.where(done, score, 0), won & done, done)
+            infos["_final_info"] = done
         obs = self.rules.observe(obs.numpy())
         return obs, reward.double().numpy(), terminated.numpy(), truncated.numpy(), infos
+
+    def _info(self, score: np.ndarray, won: np.ndarray, mask: np.ndarray) -> dict:
+        """What `SnakeEnv` has in its info, and of which lanes."""
+        return {"score": score, "_score": mask, "won": won, "_won": mask.copy()}

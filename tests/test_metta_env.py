@@ -1,6 +1,7 @@
 """The MettaGrid rule book rule by rule, and the batched version against it."""
 
 import random
+import warnings
 
 import gymnasium as gym
 import numpy as np
@@ -16,6 +17,8 @@ from envs.metta import (
     BUSY,
     CARRY,
     CENTRE,
+    EMPTY,
+    FIRST,
     FIRST_ITEM,
     FORWARD,
     FROZEN,
@@ -163,16 +166,96 @@ def test_a_lane_does_not_depend_on_the_others_and_a_seed_repeats() -> None:
     assert len({tuple(lane.tolist()) for lane in lanes}) == 9  # and no two play the same game
 
 
-def test_a_saved_game_goes_on() -> None:
+def state_of(batch: MettaBatch) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in batch.state_dict().items()}
+
+
+@pytest.mark.parametrize("loads", ["cpu", "fixed shapes"])
+@pytest.mark.parametrize("saves", ["cpu", "fixed shapes"])
+def test_a_saved_game_goes_on_wherever_it_is_loaded(saves: str, loads: str) -> None:
+    """Also over the end of episodes, for which the path of CUDA has maps ready and that of the CPU has not."""
     first, second = MettaBatch(3, seed=1, **BATTLE), MettaBatch(3, seed=8, **BATTLE)
+    first.fixed_shapes, second.fixed_shapes = saves != "cpu", loads != "cpu"
     first.reset()
     rng = np.random.default_rng(0)
-    actions = torch.as_tensor(rng.integers(25, size=(150, first.num_agents)))
+    actions = torch.as_tensor(rng.integers(25, size=(250, first.num_agents)))
     for action in actions[:70]:
         first.step(action)
-    second.load_state_dict({name: tensor.clone() for name, tensor in first.state_dict().items()})
+    second.load_state_dict(state_of(first))
+    assert torch.equal(first.obs, second.obs)
     for action in actions[70:]:
-        assert torch.equal(first.step(action)[0], second.step(action)[0])
+        ours, theirs = first.step(action), second.step(action)
+        for our, their in zip(ours[:4], theirs[:4]):
+            assert torch.equal(our, their)
+        for name in ours[4]:
+            assert torch.equal(ours[4][name], theirs[4][name])
+    assert first.episode.min() >= 2
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name])
+
+
+def test_a_loaded_game_looks_as_it_did_from_the_first_step_on() -> None:
+    first, second = MettaBatch(2, seed=1, **BATTLE), MettaBatch(2, seed=2, **BATTLE)
+    first.reset(), second.reset()
+    rng = np.random.default_rng(0)
+    for step in range(100):
+        for batch in (first, second):
+            batch.step(torch.as_tensor(rng.integers(25, size=batch.num_agents)))
+        if step % 9 == 0:
+            first.load_state_dict(state_of(second))
+            assert torch.equal(first.obs, second.obs) and torch.equal(first.worth, second.worth)
+            for kind in ("table", "shown"):  # unseen tokens may be left over from others
+                ours, theirs = getattr(first, kind), getattr(second, kind)
+                seen = torch.arange(16) < first.shown[:, None]
+                same = (ours == theirs) if kind == "shown" else (ours == theirs)[:-TOKENS].view(-1, 16)[seen]
+                assert same.all()
+
+
+EDITS_OF_GAMES = {
+    "heading": ("heading", 0, 4), "negative heading": ("heading", 0, -1), "color": ("color", 0, 256),
+    "negative color": ("color", 0, -1), "clock": ("clock", 1, 120), "negative clock": ("clock", 1, -1),
+    "limit": ("limit", 1, 121), "no limit": ("limit", 1, 0), "episode": ("episode", 1, -1), "key": ("key", 1, 2**32),
+    "negative inventory": ("inventory", (-1, 0), -1), "inventory": ("inventory", (-1, 0), 51),
+    "stock": ("inventory", (FIRST, 0), 256), "a wall's inventory": ("inventory", (1, 0), 1),
+    "timer": ("timer", -1, 6), "negative timer": ("timer", -1, -1), "rest": ("timer", FIRST, 100),
+    "sums": ("finished", 1, float("inf")), "agent elsewhere": ("at", 0, 19 * 7 + 7), "agent off the map": ("at", 0, -1),
+    "agent of another game": ("at", 0, 19 * 19 + 100), "outer wall": ("grid", (1, 19 * 4 + 7), 0),
+    "outer wall at the side": ("grid", (1, 19 * 7 + 14), 0), "code": ("grid", (1, 19 * 9 + 9), 255),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True], ids=["cpu", "fixed shapes"])
+@pytest.mark.parametrize("what", EDITS_OF_GAMES)
+def test_games_that_cannot_be_are_refused_before_anything_is_changed(what: str, fixed_shapes: bool) -> None:
+    first, second = MettaBatch(2, seed=1, **BATTLE), MettaBatch(2, seed=1, **BATTLE)
+    second.fixed_shapes = fixed_shapes
+    first.reset(), second.reset()
+    for _ in range(2):
+        first.step(torch.full((first.num_agents,), NOOP))
+    state, before = state_of(first), state_of(second)
+    name, place, value = EDITS_OF_GAMES[what]
+    assert state[name][place] != value
+    state[name][place] = value
+    with pytest.raises(ValueError, match="not games of these rules"):
+        second.load_state_dict(state)
+    for name, tensor in second.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_games_with_a_thing_twice_or_built_otherwise_are_refused() -> None:
+    batch = MettaBatch(2, seed=1, **BATTLE)
+    batch.reset()
+    state = state_of(batch)
+    state["grid"][0, state["grid"][0].eq(EMPTY).nonzero()[-1]] = batch.first_agent
+    with pytest.raises(ValueError, match="agents and map differ"):
+        batch.load_state_dict(state)
+    for change in ({"clock": state["clock"][:1]}, {"clock": state["clock"].int()}, {"more": state["clock"]}):
+        with pytest.raises(ValueError, match="must"):
+            batch.load_state_dict(state_of(batch) | change)
+    with pytest.raises(ValueError, match="must"):
+        MettaBatch(4, seed=1, **BATTLE).load_state_dict(state_of(batch))
+    with pytest.raises(ValueError, match="games must have"):
+        batch.load_state_dict({})
 
 
 def test_many_lanes_with_fixed_shapes_play_the_same() -> None:
@@ -527,10 +610,43 @@ def test_rules_nobody_can_play_by_are_refused(rules: dict, names: str) -> None:
         MettaBatch(0)
 
 
-def test_an_action_that_does_not_exist_is_refused() -> None:
+@pytest.mark.parametrize("action", [25, -1, 2.7, None, float("nan")])
+def test_an_action_that_does_not_exist_is_refused(action) -> None:
     arena = empty()
-    with pytest.raises(ValueError, match="action 25"):
-        act(arena, 25)
+    with pytest.raises(ValueError, match=f"action {action} of agent_0: must be"):
+        act(arena, action)
+    assert arena.clock == 0
+    vector = gym.make_vec("MettaArena-v0", num_envs=6).unwrapped
+    vector.reset(seed=1)
+    for actions in ([action] * 6, [NOOP] * 5 + [action], action, [1], [[NOOP] * 6]):
+        with pytest.raises(ValueError, match="actions"):
+            vector.step(actions)
+    assert vector.batch.clock.eq(0).all()
+
+
+def test_pettingzoo_finds_nothing_to_complain_about() -> None:
+    test = pytest.importorskip("pettingzoo.test")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        test.parallel_api_test(MettaArena(max_steps=50), num_cycles=60)
+        test.parallel_seed_test(lambda: MettaArena(max_steps=20), num_cycles=30)
+
+
+def test_spaces_are_the_same_objects_and_can_be_seeded() -> None:
+    arena, other = MettaArena(), MettaArena()
+    assert arena.unwrapped is arena and arena.max_num_agents == 6 and arena.num_agents == 0
+    arena.reset(seed=0)
+    assert arena.num_agents == 6
+    samples = []
+    for env in (arena, other):
+        for i, agent in enumerate(env.possible_agents):
+            assert env.action_space(agent) is env.action_space(agent)
+            assert env.observation_space(agent) is env.observation_space(agent)
+            env.action_space(agent).seed(i)
+        samples.append([[env.action_space(agent).sample() for agent in env.possible_agents] for _ in range(20)])
+    assert samples[0] == samples[1] and len({agent for step in samples[0] for agent in step}) > 10
+    assert len({tuple(column) for column in zip(*samples[0])}) == 6  # no two agents share a space
+    arena.close()
 
 
 def test_vector_env_is_numpy_with_agents_as_lanes() -> None:

@@ -100,10 +100,28 @@ def test_hearts_are_earned_from_ore(real) -> None:
     assert len(returns) == 64 and 0.2 < returns.mean() < 6 and (returns == returns.round()).all()
 
 
+@games
+def test_returns_are_the_sums_of_the_rewards_of_an_episode(real) -> None:
+    env = real.RealMettaGrid(4, real.mines_and_altars(max_steps=40), seed=0)
+    sums, episodes = np.zeros(env.num_agents), 0
+    for _, rewards, terminals, truncations, info in play(env, 400):
+        sums += rewards
+        np.testing.assert_allclose(info["return"], sums)
+        episodes += (terminals | truncations).sum()
+        sums[terminals | truncations] = 0
+    assert episodes >= 8 * 4 * 9 and env.max_steps == 40
+
+
 def small_config():
     from envs.real_mettagrid import mines_and_altars
 
     return mines_and_altars(agents=3, side=9)
+
+
+def endless_config():
+    from envs.real_mettagrid import mines_and_altars
+
+    return mines_and_altars(agents=3, side=9, max_steps=0)
 
 
 @games
@@ -111,8 +129,65 @@ def test_configs_by_import_path(real, monkeypatch) -> None:
     assert real.RealMettaGrid(2, "tests.test_real_mettagrid:small_config").num_agents == 6
     monkeypatch.setattr(real, "fixed", small_config(), raising=False)
     assert real.RealMettaGrid(config="envs.real_mettagrid:fixed").num_agents == 3
-    for path in ("nothing", "no.such.module:config", "envs.metta:missing", "envs.metta:ITEMS", "envs.metta:MettaArena"):
-        with pytest.raises(ValueError, match="config"):
-            real.load_config(path)
     with pytest.raises(ValueError, match="num_games 0"):
         real.RealMettaGrid(0)
+
+
+@games
+def test_a_config_without_a_step_limit_is_known(real) -> None:
+    env = real.RealMettaGrid(config="tests.test_real_mettagrid:endless_config")
+    assert env.max_steps is None and not any(truncations.any() for _, _, _, truncations, _ in play(env, 50))
+
+
+SOMEBODYS_CODE = """
+import sys
+from envs.real_mettagrid import mines_and_altars
+
+number = 3
+def asks(for_more): return mines_and_altars()
+def raises(): raise RuntimeError("two\\nlines")
+def key(): return {}["x"]
+def leaves(): sys.exit(3)
+def negative(): return mines_and_altars(agents=-1)
+def changed(**fields):
+    config = mines_and_altars()
+    for name, value in fields.items():
+        setattr(config.game, name, value)
+    return config
+def no_actions(): return changed(actions=None)
+def no_map(): return changed(map_builder=None)
+def nobody(): return changed(num_agents=0)
+def no_resources(): return changed(resource_names=[])
+def unknown_thing():
+    config = mines_and_altars()
+    config.game.map_builder.objects = {"nothing": 3}
+    return config
+"""
+BROKEN = {
+    "raising": 'raise RuntimeError("two\nlines")', "syntax": "def (", "leaving": "import sys\nsys.exit(1)",
+    "importing": "import no_such_package", "null": "\0",
+}  # fmt: skip
+BAD_PATHS = ["", ":", " ", "nothing", "nothing:", ":config", "no.such.module:config", "somebody", "somebody:",
+             "somebody:missing", "somebody:number", "somebody:asks", "somebody:raises", "somebody:key",
+             "somebody:leaves", "somebody:negative", "somebody:no_actions", "somebody:no_map", "somebody:nobody",
+             "somebody:no_resources", "somebody:unknown_thing", "somebody:a b", "a b/c.py:config", "..somebody:number",
+             ".:config", "somebody..x:y", "x\0y:z", "a:b:c", "envs.metta:ITEMS", "envs.metta:MettaArena",
+             *(f"{name}:config" for name in BROKEN)]  # fmt: skip
+
+
+@games
+@pytest.mark.parametrize("path", BAD_PATHS)
+def test_a_config_that_cannot_be_is_one_line(real, path: str, tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "somebody.py").write_text(SOMEBODYS_CODE)
+    for name, source in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    try:
+        with pytest.raises((ValueError, ImportError), match="config") as caught:
+            real.RealMettaGrid(config=path)
+    finally:
+        for name in ("somebody", *BROKEN):  # the next test has a folder of its own
+            sys.modules.pop(name, None)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1 and len(message) < 350 and f'config "{path}": ' in message
+    assert not caplog.records

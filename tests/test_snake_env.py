@@ -1,15 +1,20 @@
 """The Snake rule book, and the batched version against it."""
 
+import ast
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import envs  # noqa: F401  registers the ids
-from envs.snake import BODY, FOOD, HEAD, MOVES, VARIANTS, Rules, SnakeBatch, SnakeEnv, _hash, _lane_key
+from envs.snake import BODY, EMPTY, FOOD, HEAD, MOVES, VARIANTS, Rules, SnakeBatch, SnakeEnv, SnakeVectorEnv
 
 SETTINGS = {
     **VARIANTS,
@@ -110,28 +115,257 @@ def test_gymnasium_finds_nothing_to_complain_about(env_id: str) -> None:
         check_env(gym.make(env_id).unwrapped)
 
 
-def test_vector_env_is_numpy_and_same_step() -> None:
-    vector = gym.make_vec("Snake-v0", num_envs=5)
-    obs, _ = vector.reset(seed=7)
-    singles = [SnakeEnv(lane=lane) for lane in range(5)]
-    for lane, single in enumerate(singles):
-        np.testing.assert_array_equal(single.reset(seed=7)[0], obs[lane])
-    assert obs.dtype == np.uint8 and vector.observation_space.contains(obs)
-    ended = 0
-    for step in range(40):
-        obs, reward, terminated, truncated, infos = vector.step(np.full(5, step % 2))
-        for lane, single in enumerate(singles):
-            final, single_reward, end, _, _ = single.step(step % 2)
-            assert reward[lane] == single_reward and terminated[lane] == end
-            if end:
-                ended += 1
-                np.testing.assert_array_equal(infos["final_obs"][lane], final)
-                assert infos["_final_obs"][lane]
-                final = single.reset()[0]
-            np.testing.assert_array_equal(obs[lane], final)
-    assert ended > 5
-    again, _ = vector.reset(seed=7)
-    np.testing.assert_array_equal(again[0], SnakeEnv(lane=0).reset(seed=7)[0])
+def vector_and_singles(lanes: int, by_lane: bool, **rules) -> tuple[SnakeVectorEnv, SyncVectorEnv]:
+    """The vector environment, and Gymnasium's own around the rule book, which must be the same."""
+    makers = [lambda lane=lane: SnakeEnv(lane=lane * by_lane, **rules) for lane in range(lanes)]
+    vector = gym.make_vec("Snake-v0", num_envs=lanes, **rules).unwrapped
+    return vector, SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def assert_same(ours, theirs) -> None:
+    """Arrays, tuples and dicts of them: same names, values, types."""
+    assert type(ours) is type(theirs)
+    if isinstance(ours, dict):
+        assert set(ours) == set(theirs)
+        for name in ours:
+            assert_same(ours[name], theirs[name])
+    elif isinstance(ours, tuple):
+        for our, their in zip(ours, theirs, strict=True):
+            assert_same(our, their)
+    elif ours is not None:
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        for our, their in zip(ours, theirs, strict=True):
+            assert_same(our, their) if ours.dtype == object else np.testing.assert_array_equal(our, their)
+
+
+@pytest.mark.parametrize("by_lane", [True, False], ids=["one seed", "a list of seeds"])
+def test_vector_env_is_what_gymnasium_makes_of_the_rule_book(by_lane: bool) -> None:
+    """Observations, rewards, ends and info of both; a board of 4x4 so that some games are won."""
+    lanes, rng, won = 5, np.random.default_rng(0), 0
+    vector, singles = vector_and_singles(lanes, by_lane, board=(4, 4))
+    seeds = [31, 7, 7, 90, 2**31]
+    if by_lane:
+        ours, theirs = vector.reset(seed=7), singles.reset(seed=[7] * lanes)
+    else:
+        ours, theirs = vector.reset(seed=seeds), singles.reset(seed=seeds)
+    assert_same(ours, theirs)
+    assert ours[1]["score"].tolist() == [0] * lanes and ours[1]["_won"].all()
+    assert by_lane == (ours[0][1] != ours[0][2]).any()  # the second and the third have the same seed
+    assert vector.observation_space.contains(ours[0])
+    cycle = {0: 1, 1: 1, 2: 1, 3: 2, 7: 3, 6: 3, 5: 2, 9: 1, 10: 1, 11: 2, 15: 3, 14: 3, 13: 3, 12: 0, 8: 0, 4: 0}
+    for step in range(700):
+        actions = np.array([cycle[env.body[-1]] for env in singles.envs])
+        if step % 3 == 0:
+            actions[-1] = rng.integers(4)
+        results = vector.step(actions)
+        assert_same(results, singles.step(actions))
+        infos = results[-1]
+        if "final_info" in infos:
+            won += infos["final_info"]["won"].sum()
+            assert not infos["won"].any() and not infos["score"][infos["_final_obs"]].any()
+    assert won >= 4
+
+
+def test_a_seed_may_be_left_out_of_a_list() -> None:
+    vector, single = gym.make_vec("Snake-v0", num_envs=2).unwrapped, SnakeEnv()
+    vector.reset(seed=[3, 4])
+    first = vector.reset(seed=[3, None])[0]
+    single.reset(seed=4)
+    np.testing.assert_array_equal(first[0], SnakeEnv().reset(seed=3)[0])
+    np.testing.assert_array_equal(first[1], single.reset()[0])  # the next game of its stream
+    fresh = gym.make_vec("Snake-v0", num_envs=2).unwrapped.reset(seed=[3, None])[0]
+    np.testing.assert_array_equal(fresh[0], SnakeEnv().reset(seed=3)[0])
+    with pytest.raises(ValueError, match="3 seeds for 2 games"):
+        vector.reset(seed=[1, 2, 3])
+
+
+@pytest.mark.parametrize("action", [5, 4, -1, 2.7, None, float("nan")])
+def test_an_action_that_does_not_exist_is_refused(action) -> None:
+    env = SnakeEnv()
+    env.reset(seed=1)
+    before = env.codes()
+    with pytest.raises(ValueError, match=f"action {action}: must be 0, 1, 2 or 3"):
+        env.step(action)
+    assert env.clock == 0 and (env.codes() == before).all()
+    vector = gym.make_vec("Snake-v0", num_envs=2).unwrapped
+    vector.reset(seed=1)
+    for actions in ([action, 1], np.array([1, action]), action, [1], [[1, 1]]):
+        with pytest.raises(ValueError, match="actions"):
+            vector.step(actions)
+    assert vector.batch.clock.eq(0).all()
+
+
+@pytest.mark.parametrize("action", [1, 1.0, np.int64(1), np.array(1), torch.tensor(1)])
+def test_actions_may_come_as_any_kind_of_whole_number(action) -> None:
+    env = SnakeEnv()
+    env.reset(seed=1)
+    head = env.body[-1]
+    env.step(action)
+    assert env.body[-1] == head + 1 and type(env.heading) is int
+
+
+# What is loaded
+
+
+def played(lanes: int = 6, steps: int = 60, **rules) -> SnakeBatch:
+    """Games under way, some of them long."""
+    batch, books = SnakeBatch(lanes, seed=3, **rules), [SnakeEnv(lane=lane, **rules) for lane in range(lanes)]
+    batch.reset()
+    rng = np.random.default_rng(0)
+    for book in books:
+        book.reset(seed=3)
+    for _ in range(steps):
+        actions = [greedy_action(book, rng) for book in books]
+        batch.step(torch.tensor(actions))
+        for book, action in zip(books, actions):
+            if any(book.step(action)[2:4]):
+                book.reset()
+    return batch
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_saved_game_goes_on(name: str) -> None:
+    first, second = played(**SETTINGS[name]), SnakeBatch(6, seed=3, **SETTINGS[name])
+    second.load_state_dict({name: tensor.clone() for name, tensor in first.state_dict().items()})
+    actions = torch.as_tensor(np.random.default_rng(1).integers(4, size=(200, 6)))
+    for action in actions:
+        for ours, theirs in zip(first.step(action)[:4], second.step(action)[:4]):
+            assert torch.equal(ours, theirs)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name])
+
+
+def edits_of_games() -> dict:
+    """What makes values that no game has of those that `played()` has."""
+
+    def at(name: str, value, cell=None):
+        def edit(state: dict) -> None:
+            state[name][(2,) if cell is None else (2, int(cell(state)))] = value
+
+        return edit
+
+    def head(state: dict) -> int:
+        return state["head"][2]
+
+    def tail(state: dict) -> int:
+        return state["tail"][2]
+
+    def food(state: dict) -> int:
+        return state["codes"][2].eq(FOOD).nonzero().item()
+
+    def free(state: dict) -> int:
+        return state["codes"][2].eq(EMPTY).nonzero()[0].item()
+
+    def another_head(state: dict) -> None:
+        state["head"][2] = tail(state)
+
+    def turned_head(state: dict) -> None:
+        state["heading"][2] = (state["heading"][2] + 1) % 4
+        state["codes"][2, head(state)] = HEAD + state["heading"][2]
+
+    def two_slots_of_one_cell(state: dict) -> None:
+        state["free"][2, 0] = state["free"][2, 1]
+
+    return {
+        "code": at("codes", 10, free),
+        "no head": at("codes", EMPTY, head),
+        "head with another heading": turned_head,
+        "head elsewhere": another_head,
+        "second head": at("codes", HEAD, free),
+        "no body at the tail": at("codes", EMPTY, tail),
+        "loose piece": at("codes", BODY, free),
+        "food gone": at("codes", EMPTY, food),
+        "second food": at("codes", FOOD, free),
+        "free cell beside the board": at("free", 100, lambda _: 0),
+        "negative free cell": at("free", -1, lambda _: 0),
+        "two slots of one cell": two_slots_of_one_cell,
+        "slot": at("slot", 101, lambda _: 0),
+        "slot of another cell": at("slot", 5, food),
+        "head beside the board": at("head", 100),
+        "negative head": at("head", -1),
+        "tail beside the board": at("tail", 100),
+        "heading": at("heading", 4),
+        "negative heading": at("heading", -1),
+        "num_free": at("num_free", 5),
+        "negative num_free": at("num_free", -1),
+        "clock": at("clock", 200),
+        "draws": at("draws", -1),
+        "length": at("length", -1),
+        "score": at("score", 0),
+        "return": at("episode_return", float("nan")),
+        "dtype": lambda state: state.update(head=state["head"].int()),
+        "one for all": lambda state: state.update(head=state["head"][:1]),
+        "name": lambda state: state.pop("head"),
+    }
+
+
+@pytest.mark.parametrize("what", edits_of_games())
+def test_games_that_cannot_be_are_refused_before_anything_is_changed(what: str) -> None:
+    first, second = played(), SnakeBatch(6, seed=3)
+    assert first.score[2] > 3 and first.codes[2, first.tail[2]] >= BODY
+    state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    edits_of_games()[what](state)
+    second.reset()
+    before = {name: tensor.clone() for name, tensor in second.state_dict().items()}
+    with pytest.raises(ValueError, match="must|not games of Snake"):
+        second.load_state_dict(state)
+    for name, tensor in second.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def played_single() -> SnakeEnv:
+    env, rng = SnakeEnv(), np.random.default_rng(1)
+    env.reset(seed=3)
+    while env.score < 6:
+        if any(env.step(greedy_action(env, rng))[2:4]):
+            env.reset()
+    return env
+
+
+def test_a_saved_single_game_goes_on() -> None:
+    first, second = played_single(), SnakeEnv()
+    saved = first.state_dict()
+    second.load_state_dict(saved)
+    for action in np.random.default_rng(2).integers(4, size=200):
+        results = first.step(action), second.step(action)
+        np.testing.assert_array_equal(results[0][0], results[1][0])
+        assert results[0][1:] == results[1][1:]
+        if any(results[0][2:4]):
+            np.testing.assert_array_equal(first.reset()[0], second.reset()[0])
+    third = SnakeEnv()
+    third.load_state_dict(third_state := played_single().state_dict())
+    third.step(0)
+    assert third_state == played_single().state_dict()  # what was loaded is not the game's own
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(heading=4), dict(heading=-1), dict(heading="up"), dict(food=100), dict(food=-1), dict(food=None),
+        dict(food=1.5), dict(won=True), dict(score=0), dict(key=-1), dict(key=2**32), dict(draws=-1), dict(clock=-1),
+        dict(clock=201), dict(clock=1.0), dict(clock=True), dict(body=[]), dict(body=[0, 2]), dict(body=[9, 10]),
+        dict(body=[5, 5]), dict(body="tail"), dict(body=[[0]]), dict(free=[]), dict(free=[0] * 90), dict(free=["0"]),
+        dict(slot={}), dict(slot=None), dict(name=1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_single_game_that_cannot_be_is_refused_before_anything_is_changed(changes: dict) -> None:
+    state, env = played_single().state_dict() | changes, SnakeEnv()
+    env.reset(seed=1)
+    before = env.state_dict()
+    with pytest.raises(ValueError, match="not a game of Snake"):
+        env.load_state_dict(state)
+    assert env.state_dict() == before
+    for broken in (None, {}, {name: value for name, value in state.items() if name != "free"}):
+        with pytest.raises(ValueError, match="not a game of Snake"):
+            env.load_state_dict(broken)
+
+
+def test_a_single_game_of_another_board_is_refused() -> None:
+    tall = SnakeEnv(board=(25, 4))
+    tall.reset(seed=3)
+    with pytest.raises(ValueError, match="not a game of Snake"):
+        SnakeEnv().load_state_dict(tall.state_dict())
 
 
 def place(env: SnakeEnv, body: list[int], heading: int, food: int) -> None:
@@ -242,12 +476,74 @@ def test_variants_end_as_their_originals() -> None:
     assert blocks.step(1)[3]
 
 
-def test_food_is_uniform_over_free_cells() -> None:
-    cells = [_hash(_lane_key(9, lane) + draw) % 97 for lane in range(200) for draw in range(100)]
-    counts = np.bincount(cells, minlength=97)
-    expected = len(cells) / 97
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    assert chi_square < 150  # 96 degrees of freedom: exceeded by chance once in 3,000 times
+def chi_square(values: np.ndarray, bins: int) -> float:
+    counts = np.bincount(values, minlength=bins)
+    expected = len(values) / bins
+    assert len(counts) == bins
+    return ((counts - expected) ** 2 / expected).sum()
+
+
+@pytest.mark.parametrize("kind", ["rule book", "batch"])
+def test_the_first_food_is_uniform_over_free_cells(kind: str) -> None:
+    if kind == "batch":
+        boards = SnakeBatch(20_000, seed=9).reset().numpy()
+    else:
+        env = SnakeEnv()
+        boards = np.stack([env.reset(seed=9)[0], *(env.reset()[0] for _ in range(4_000))])
+    codes = boards.reshape(len(boards), -1)
+    assert ((codes == FOOD).sum(1) == 1).all()
+    free = np.flatnonzero((codes < BODY).all(0))
+    assert len(free) == 97
+    number = np.searchsorted(free, (codes == FOOD).argmax(1))
+    assert chi_square(number, 97) < 150  # 96 degrees of freedom: exceeded by chance once in 3,000 times
+
+
+@pytest.mark.parametrize("kind", ["rule book", "batch"])
+def test_the_food_after_a_meal_is_uniform_over_free_cells(kind: str) -> None:
+    """Where it lies among the cells that it could lie in, counted row by row."""
+    rng, shares = np.random.default_rng(0), []
+
+    def note(before: np.ndarray, after: np.ndarray) -> None:
+        places = np.flatnonzero(after.ravel() < BODY)
+        assert (after == FOOD).sum() == 1 and before.ravel()[after.ravel() == FOOD] == EMPTY
+        number = np.flatnonzero(after.ravel()[places] == FOOD)[0]
+        shares.append((number + rng.random()) / len(places))
+
+    if kind == "rule book":
+        env = SnakeEnv(board=(6, 6))
+        env.reset(seed=9)
+        while len(shares) < 1_500:
+            before, score = env.codes(), env.score
+            _, _, terminated, truncated, _ = env.step(greedy_action(env, rng))
+            if terminated or truncated:
+                env.reset()
+            elif env.score > score:
+                note(before, env.codes())
+    else:
+        batch = SnakeBatch(300, seed=9, board=(6, 6))
+        obs = batch.reset().numpy().copy()
+        while len(shares) < 4_000:
+            food, head = (obs.reshape(300, -1) == FOOD).argmax(1), batch.head.numpy()
+            down, right = food // 6 - head // 6, food % 6 - head % 6
+            toward_food = np.where(down == 0, np.where(right > 0, 1, 3), np.where(down > 0, 2, 0))
+            actions = np.where(rng.random(300) < 0.1, rng.integers(4, size=300), toward_food)
+            score = batch.score.clone()
+            after, _, terminated, truncated, info = batch.step(torch.as_tensor(actions))
+            ate = (info["score"] > score) & ~terminated & ~truncated
+            for lane in ate.nonzero().squeeze(1).tolist():
+                note(obs[lane], after[lane].numpy())
+            obs = after.numpy().copy()
+    assert chi_square((np.array(shares) * 10).astype(int), 10) < 30  # 9 degrees of freedom: once in 2,000 times
+
+
+def test_lanes_and_seeds_have_streams_of_their_own() -> None:
+    obs = SnakeBatch(200, seed=9).reset().flatten(1)
+    other = SnakeBatch(200, seed=10).reset().flatten(1)
+    food, other_food = obs.eq(FOOD).byte().argmax(1), other.eq(FOOD).byte().argmax(1)
+    assert len(food.unique()) > 70 and (food == other_food).sum() < 15  # by chance 85 and 2
+    assert (food[1:] == other_food[:-1]).sum() < 15  # lane i of a seed is not lane i + 1 of another
+    foods = [int((SnakeEnv(lane=lane).reset(seed=9)[0] == FOOD).argmax()) for lane in range(50)]
+    assert foods == food[:50].tolist()
 
 
 @pytest.mark.parametrize(
@@ -271,6 +567,39 @@ def test_renderings() -> None:
         frame[32 + 24 * row + 6, 24 * column + 12] for row, column in ((1, 1), (0, 0), (3, 4), (2, 4))
     )
     assert head.sum() > tail.sum() > empty.sum() and food[0] > 200 > food[1]
+
+
+@pytest.mark.parametrize("board, cell", [((20, 20), 24), ((4, 21), 22), ((64, 64), 7), ((64, 4), 7), ((32, 10), 15)])
+def test_a_picture_of_a_large_board_has_smaller_cells(board: tuple[int, int], cell: int) -> None:
+    env = SnakeEnv("rgb_array", board=board)
+    env.reset(seed=1)
+    frame = env.render()
+    assert frame.shape == (board[0] * cell + 32, max(board[1] * cell, 96), 3) and max(frame.shape) <= 480 + 32
+    row, column = env.body[-1] // board[1], env.body[-1] % board[1]
+    food_row, food_column = env.food // board[1], env.food % board[1]
+    head = frame[32 + row * cell : 32 + row * cell + cell, column * cell : column * cell + cell]
+    food = frame[32 + food_row * cell + cell // 2, food_column * cell + cell // 2]
+    assert head.max() > 200 and food[0] > 200 > food[1]
+
+
+UNIX_ONLY = "fcntl grp posix pty pwd resource syslog termios tty".split()
+
+
+def test_nothing_that_only_unix_has_is_needed() -> None:
+    """Hidden after the packages have been imported, which may have ways of their own around it."""
+    program = "import sys, gymnasium, gymnasium.vector, numpy, torch\n"
+    program += f"for name in {UNIX_ONLY}:\n    sys.modules[name] = None\n"
+    program += "import envs, envs.snake, envs.metta\n"
+    program += "envs.snake.SnakeBatch(2).reset(), envs.metta.MettaBatch(1).reset()"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
+    for path in (Path(__file__).parent.parent / "envs").glob("*.py"):
+        imported = {
+            name.name if isinstance(node, ast.Import) else node.module
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for name in node.names
+        }
+        assert not imported & set(UNIX_ONLY), path
 
 
 @pytest.mark.gpu
