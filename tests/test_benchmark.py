@@ -28,7 +28,15 @@ ENV = {"OPTIMAL_BATCH_SIZE": "8192", "USE_TORCH_COMPILE": "false", "USE_FLASH_AT
 
 
 @pytest.fixture(autouse=True)
-def nowhere_else(monkeypatch, tmp_path) -> None:
+def threads_as_before():
+    """Parts of runs that are measured in this process set their number of threads."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def nowhere_else(threads_as_before, monkeypatch, tmp_path) -> None:
     """A folder with a copy of benchmarks.md, no settings around it, and no run that is real."""
     for name in script.SETTINGS:
         monkeypatch.delenv(name, raising=False)

@@ -234,7 +234,8 @@ def snake_figures() -> list[str]:
     phrases.append(f"at {eager} times its steps per second, with `--compile` at {one} times with one game and {eight} ")
     widest = [statistics.median(list(zip(*results(name)["rates"]["SnakeBatch"]))[-1]) for name in ("env-xeon", "env")]
     slow, fast = (f"{rate / 1e6:.1f}" for rate in widest)
-    assert results("env-xeon")["hardware"] == results("sb3-speed")["hardware"] == results("learn")["hardware"]
+    for name in ("env-xeon", "sb3-speed", "learn"):
+        assert "2 cores of Intel(R) Xeon(R)" in results(name)["hardware"]
     assert "AMD EPYC" in results("env")["hardware"] and results("env")["widths"][-1] == 65536
     phrases.append(
         f"{slow} million steps per second there, and {fast} on two cores of an AMD EPYC (65,536 games at once)"
@@ -263,7 +264,7 @@ def metta_figures() -> list[str]:
         found = results(f"metta-learn-{table}")
         scripted = f"{found['scripted']:.1f}" if found["scripted"] else "–"
         runs = found["runs"][flags] if isinstance(found["runs"], dict) else found["runs"]
-        assert len(runs) == 3
+        assert len(runs) == 3 and ("AMD EPYC" if table == "arena" else "Intel(R) Xeon(R)") in found["hardware"]
         rate = hundreds(median(runs))
         phrases.append(f"| {game} | {hearts(runs):.1f} | {found['random']:.1f} | {scripted} | {rate} |")
     xeon = results("metta-learn-arena-xeon")["runs"]
@@ -496,6 +497,10 @@ def prose(page: str) -> str:
         if not by_hand:
             kept.append(block)
     return " ".join(" ".join(kept).split())
+
+
+def test_every_table_is_written_by_the_benchmark_or_by_hand() -> None:
+    assert "| --- |" not in prose("benchmarks.md")
 
 
 @pytest.mark.parametrize("page", FIGURES)
