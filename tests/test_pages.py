@@ -403,9 +403,9 @@ def benchmark_figures() -> list[str]:
     phrases.append(f"Without memory it makes {median(arena['--rnn none']) / median(arena['']):.2f} times the steps")
     assert all(a["eval_score_mean"] < b["eval_score_mean"] for a, b in zip(arena[""], arena["--rnn none"]))
     found = results("metta-learn-arena-xeon")
-    each = " {:.2f}, {:.2f} and {:.2f};".format(*(one["eval_score_mean"] for one in found["runs"])).strip()
+    each = "{:.2f}, {:.2f} and {:.2f}".format(*(one["eval_score_mean"] for one in found["runs"]))
     rate = f"{median(found['runs']):,.0f} agent steps per second"
-    phrases.append(f"the default made {rate} and had {hearts(found['runs']):.2f} hearts ({each}")
+    phrases.append(f"the default made {rate} and had {hearts(found['runs']):.2f} hearts ({each};")
     phrases.append(f"commit {found['commit']})")
     times = ratio("metta-peer", "SB3's PPO, our batched arena")
     phrases.append(f"ours is only {times:.1f} times as fast as SB3's PPO")
