@@ -28,7 +28,15 @@ ENV = {"OPTIMAL_BATCH_SIZE": "8192", "USE_TORCH_COMPILE": "false", "USE_FLASH_AT
 
 
 @pytest.fixture(autouse=True)
-def nowhere_else(monkeypatch, tmp_path) -> None:
+def threads_as_before():
+    """Parts of runs that are measured in this process set their number of threads."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def nowhere_else(threads_as_before, monkeypatch, tmp_path) -> None:
     """A folder with a copy of benchmarks.md, no settings around it, and no run that is real."""
     for name in script.SETTINGS:
         monkeypatch.delenv(name, raising=False)
@@ -291,32 +299,74 @@ def measures(monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("now, code", [([5.0, 6.0, 7.0], None), ([3.9, 4.0, 4.1], None), ([3.4, 3.5, 3.6], 1)])
-def test_compare_fails_where_a_ratio_fell_by_more_than_its_spread(tmp_path, capsys, measures, now, code) -> None:
-    measures(peer=[5.0, 6.0, 7.0], other=[1.0, 1.0, 1.0])
-    main(Options("train", "cpu", json=str(tmp_path / "old.json")))
-    shutil.copy(tmp_path / "benchmarks" / "train.json", tmp_path / "one.json")
-    measures(peer=now, new=[0.1])
-    for old in ("old.json", "one.json"):  # a list of tables, or one of them
-        capsys.readouterr()
-        if code is None:
+def then(tmp_path, **ratios: list[float]) -> str:
+    """A file to compare with: what --suite train measured before."""
+    about = {"table": "train", "device": "cpu", "command": "python benchmark.py --suite train"}
+    (tmp_path / "then.json").write_text(json.dumps(about | {"commit": "abc", "hardware": "a laptop", "ratios": ratios}))
+    return "then.json"
+
+
+@pytest.mark.parametrize(
+    "now, says",
+    [
+        ([5.0, 6.0, 7.0], "holds"),
+        ([6.9, 5.5, 5.4], "holds"),
+        ([5.1, 5.1, 9.9], "fell"),  # 15 % lower, whatever its rounds are apart
+        ([3.9, 4.0, 4.1], "fell"),
+        ([5.3, 5.3, 9.0, 9.0, 5.3], "fell"),
+        ([9.0], "1 rounds, 3 needed"),
+        ([9.0, 9.0], "2 rounds, 3 needed"),
+        ([6.0, 6.0, float("nan")], "not a number"),
+        ([9.0, 9.0, float("inf")], "not a number"),
+        ([], "missing"),
+        (None, "missing"),
+    ],
+)
+def test_compare_fails_where_a_median_fell_or_cannot_be_compared(tmp_path, capsys, measures, now, says) -> None:
+    old = then(tmp_path, peer=[5.0, 6.0, 7.0], other=[1.0, 1.0, 1.0])
+    measures(**{"other": [1.0, 1.1, 1.2], "new": [0.1]} | ({} if now is None else {"peer": now}))
+    if says == "holds":
+        main(Options("train", "cpu", compare=old))
+    else:
+        with pytest.raises(SystemExit) as stop:
             main(Options("train", "cpu", compare=old))
-            assert "lower than before" not in capsys.readouterr().out
-        else:
-            with pytest.raises(SystemExit) as stop:
-                main(Options("train", "cpu", compare=old))
-            assert stop.value.code == code
-            found = capsys.readouterr().out.split("lower than before:")[1]
-            assert found.strip() == "train, peer: 6.00 (5.00–7.00) -> 3.50 (3.40–3.60)"
+        assert stop.value.code == 1
+    out = capsys.readouterr().out
+    row = re.search(r"\| train, peer \| 6.00 \(5.00–7.00\) \| (.*) \|", out)[1]
+    assert row.split(" | ")[-1] == says
+    assert "| train, other | 1.00 (1.00–1.00) | 1.10 (1.00–1.20) | +10% | holds |" in out
+    assert "train, then: a laptop" in out and f"{1 + (says == 'holds')} of 2 ratios hold" in out
 
 
-def test_the_spread_that_is_allowed_is_the_larger_of_then_and_now() -> None:
-    def record(*ratios: float) -> list[dict]:
-        return [{"table": "train", "device": "cpu", "ratios": {"peer": list(ratios)}}]
+def test_a_comparison_that_fails_fails_again(tmp_path, measures) -> None:
+    """It writes nothing that the next one compares with."""
+    measures(peer=[6.0, 6.0, 6.0])
+    main(Options("train", "cpu"))
+    folder, page = tmp_path / "benchmarks", (tmp_path / "benchmarks.md").read_text()
+    measures(peer=[4.0, 4.0, 4.0])
+    for _ in range(2):
+        with pytest.raises(SystemExit) as stop:
+            main(Options("train", "cpu", compare="benchmarks/train.json", json="now.json"))
+        assert stop.value.code == 1
+        assert json.loads((folder / "train.json").read_text())["ratios"] == {"peer": [6.0, 6.0, 6.0]}
+        assert json.loads((tmp_path / "now.json").read_text())[0]["ratios"] == {"peer": [4.0, 4.0, 4.0]}
+    assert (tmp_path / "benchmarks.md").read_text() == page and "| peer" not in page
 
-    assert benchmark.fallen(record(6, 6, 6), record(4, 5, 6)) == []
-    assert benchmark.fallen(record(6, 6, 6), record(5.9, 5.9, 5.9))
-    assert benchmark.fallen([record(6, 6, 6)[0] | {"device": "cuda"}], record(1, 1, 1)) == []
+
+def test_compare_reads_one_table_or_a_list_and_says_what_was_not_compared(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(benchmark, "draw", lambda device: None)
+    for name in ("env", "act", "train", "update"):
+        raw = {"ratios": {"peer": [2.0, 2.0, 2.0]}} if name in ("env", "train") else {}
+        monkeypatch.setitem(benchmark.TABLES, name, lambda options, device, raw=raw: ("the table", raw))
+    main(Options("snake", "cpu", json="all.json"))
+    for file, compared, not_compared in (("all.json", 2, 2), ("benchmarks/train.json", 1, 3)):
+        capsys.readouterr()
+        main(Options("snake", "cpu", compare=file))
+        out = capsys.readouterr().out
+        assert f"{compared} of {compared} ratios hold" in out and out.count("not compared: ") == not_compared
+
+
+ONE = '{"table": "train", "device": "cpu", "command": "b", "ratios": {"peer": [1, 1, 1]}}'
 
 
 @pytest.mark.parametrize(
@@ -327,7 +377,18 @@ def test_the_spread_that_is_allowed_is_the_larger_of_then_and_now() -> None:
         (dict(compare="then.json"), "[1]", "--compare then.json: not a file of results (AttributeError"),
         (dict(compare="then.json"), '{"command": "x"}', "--compare then.json: it has no ratios of train on cpu"),
         (dict(compare="then.json"), '{"table": "env", "device": "cpu", "ratios": {"a": [1]}}', "no ratios of train"),
-        (dict(json="nowhere/file.json"), None, "--json nowhere/file.json: its folder"),
+        (dict(compare=""), None, "--compare : not a file of results"),
+        (dict(compare="then.json"), ONE.replace("[1, 1, 1]", "[1, 1]"), "peer has 2 rounds, [1, 1]; 3 or more"),
+        (dict(compare="then.json"), ONE.replace("[1, 1, 1]", "[1, 0, 1]"), "peer has 3 rounds, [1, 0, 1]; 3 or more"),
+        (dict(compare="then.json"), ONE.replace("[1, 1, 1]", "1"), "not a file of results (TypeError"),
+        (dict(compare="then.json"), ONE.replace('"command"', '"x"'), "not a file of results (KeyError: 'command'"),
+        (dict(compare="then.json", fast=True, repeats=3), ONE, "train was measured by b; with --fast in both or"),
+        (dict(compare="then.json"), ONE.replace('"b"', '"b --fast"'), "train was measured by b --fast; with --fast"),
+        (dict(compare="then.json", repeats=2), ONE, "--compare: 2 rounds say too little; --repeats 3 or more works"),
+        (dict(compare="then.json", json="./then.json"), ONE, "--json ./then.json: is what --compare compares with"),
+        (dict(json="nowhere/file.json"), None, "--json nowhere/file.json: cannot be written (No such file"),
+        (dict(json="."), None, "--json .: cannot be written (Is a directory)"),
+        (dict(json=""), None, "--json : cannot be written"),
         (dict(repeats=0), None, "--repeats 0: must be at least 1"),
         (dict(suite="metta", seconds=0), None, "--seconds 0: must be at least 1"),
         (dict(seconds=60), None, "--seconds 60: is of the runs of metta-presets"),
@@ -345,6 +406,71 @@ def test_what_cannot_work_is_refused_in_one_line_before_anything_runs(
         main(Options(**{"suite": "train", "device": "cpu"} | flags))
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and named in error
+
+
+@pytest.mark.parametrize("where", ["benchmarks", "benchmarks/train.json"])
+def test_a_place_for_results_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path, capsys, monkeypatch, where
+) -> None:
+    monkeypatch.setitem(benchmark.TABLES, "train", None)
+    (tmp_path / "benchmarks").mkdir()
+    if where == "benchmarks":
+        (tmp_path / "benchmarks").rmdir()
+        (tmp_path / "benchmarks").write_text("a file where a folder should be")
+    else:
+        (tmp_path / "benchmarks" / "train.json").mkdir()
+    with pytest.raises(SystemExit) as stop:
+        main(Options("train", "cpu"))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "benchmarks/train.json: cannot be written" in error
+
+
+def test_what_could_not_be_written_after_all_is_printed(tmp_path, capsys, monkeypatch) -> None:
+    """As on a full disk: the next table is still measured, and the numbers are not lost."""
+
+    def table_train(options: Options, device: torch.device) -> tuple[str, dict]:
+        monkeypatch.setattr(Path, "write_text", full)
+        return "the table", {"ratios": {"peer": [1.25]}}
+
+    def full(self, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(benchmark.TABLES, "train", table_train)
+    main(Options("train", "cpu", json="all.json"))
+    out = capsys.readouterr().out
+    assert out.count("cannot be written (No space left on device)") == 3  # --json, benchmarks/train.json, benchmarks.md
+    assert "the table" in out and out.count('"ratios": {"peer": [1.25]}') == 2
+
+
+@pytest.mark.parametrize("git", [None, "exit 128", "echo abc1234"])
+def test_the_commit_is_optional(tmp_path, monkeypatch, measures, git) -> None:
+    """Without git, and outside a repository."""
+    if git:
+        (tmp_path / "git").write_text(f"#!/bin/sh\n{git}\n")
+        (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    measures(peer=[1.0])
+    main(Options("train", "cpu"))
+    commit = "abc1234" if git == "echo abc1234" else "unknown"
+    assert json.loads((tmp_path / "benchmarks" / "train.json").read_text())["commit"] == commit
+    assert f", commit {commit}\n<!-- end -->" in (tmp_path / "benchmarks.md").read_text()
+
+
+def test_every_run_has_a_name_of_its_own(monkeypatch, tmp_path) -> None:
+    """A name that exists is refused by the scripts."""
+    names = []
+
+    def run(command, **_) -> subprocess.CompletedProcess:
+        names.append(command[command.index("--run-name") + 1])
+        (tmp_path / "runs" / names[-1]).mkdir(parents=True)
+        (tmp_path / "runs" / names[-1] / "summary.json").write_text("{}")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 1)  # as after a restart
+    for _ in range(3):
+        benchmark.run("", Options())
+    assert len(set(names)) == 3
 
 
 def test_json_says_how_and_where_it_was_measured(tmp_path, measures) -> None:
@@ -503,6 +629,11 @@ def test_the_clock_of_a_run_stops_while_it_is_evaluated(tmp_path, monkeypatch) -
     assert len(found) == 21 and seconds[-1] + 0.1 * 20 < summary["wall_seconds"]
 
 
+def test_the_parts_of_a_snake_run_are_measured_alone() -> None:
+    assert min(benchmark.act_rates((1, 8), 0.01, "cpu")) > 10
+    assert benchmark.sb3_act_rate(2, 0.01, "cpu") > 10 and min(benchmark.snake_rates((8,), 0.01, "cpu")) > 10
+
+
 def test_sb3_sees_and_moves_as_ours_does() -> None:
     env = benchmark.Turns(benchmark.SnakeEnv())
     env.reset(seed=1)
@@ -612,11 +743,10 @@ def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatc
     """And what they make of the numbers, with none of them measured."""
     asked, calls = [], []
     summary = {"experience_rate": 450.0, "env_steps": 5000, "env_steps_per_second": 5000.0, "replay_ratio": 0.5}
-    summary |= {"train_fraction": 0.25, "produced": 700, "stored": 690, "dropped": 10, "producer_wait_ms_p95": 0.05}
+    summary |= {"train_fraction": 0.25, "produced": 700, "stored": 690, "producer_wait_ms_mean": 0.05}
     summary |= {
         "replay_kib_per_transition": 7.0,
         "eval_flags": 0.9,
-        "eval_flags_seen": 1.0,
         "eval_distance_mean": 900.0,
         "samples_per_second": 2500.0,
         "ring_fill": 0.25,
@@ -654,9 +784,7 @@ def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatc
         text, raw = benchmark.table_mario_switches(options, device)
     assert "| `--num-collectors 0` | 5,000 (5,000–5,000) | 2,500 (2,500–2,500) | 1.00 (1.00–1.00) | 0.50 |" in text
     text, raw = benchmark.table_mario_learn(options, CPU)
-    assert (
-        "| 2 | 30%, 10% | 70%, 60% | 90% | 100% | 900 | 5,000 | 0.50 | 10 | 0.050 |" in text and len(raw["runs"]) == 2
-    )
+    assert "| 2 | 30%, 10% | 70%, 60% | 90% | 900 | 5,000 | 0.50 | 0.050 |" in text and len(raw["runs"]) == 2
     text, raw = benchmark.table_mario_real(options, CPU)
     assert "| after training | 400 | 600 | 600 | 600 | 900 | 90% | 3.0 |" in text
     json.dumps(raw)
@@ -872,7 +1000,7 @@ def test_sb3_in_the_arena_has_our_loss_of_our_network() -> None:
     args = benchmark.metta_args(flags, "cpu")
     games = benchmark.sb3_lanes(args, False, CPU)
     model = benchmark.sb3_arena_agent(flags, games, 1, "cpu")
-    ours, theirs = ppo_metta.Agent(args, ppo_metta.Games(args, 1, CPU, 1), None, CPU), model.policy
+    ours, theirs = benchmark.metta_network(args, ppo_metta.Games(args, 1, CPU, 1), CPU), model.policy
     start = [float(head.weight.detach().norm()) for head in (ours.heads, theirs.action_net, theirs.value_net)]
     assert start[0] == pytest.approx((start[1] ** 2 + start[2] ** 2) ** 0.5)
     start = [float(of.hidden.weight.detach().std()) for of in (ours.encoder, theirs.features_extractor.encoder)]
