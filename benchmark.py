@@ -19,6 +19,7 @@ Suites, with their tables, and how long they take on two cores:
         collectors, games, batches and weights of dqn_mario_async.py                    35 minutes
     mario-learn: flags after 1, 5 and 15 minutes, three seeds                           50 minutes
     mario-real: how far the real 1-1 is played after up to half an hour of it           35 minutes
+    bf16, busy: --bf16 in every script; every script beside one busy process            25 minutes
     switches: every switch alone and together                                           40 minutes
     scaling: cost as games, batch, board and agents grow                                30 minutes
     learn: score after one, two and ten minutes, three seeds                                1 hour
@@ -50,6 +51,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -81,7 +83,7 @@ SUITES = {"snake": ["env", "act", "train", "update"], "sb3": ["sb3-speed", "sb3-
 SUITES |= {"metta": [f"metta-{table}" for table in ("env", "hearts", "speed", "peer", "subproc", "presets")]}
 SUITES |= {"metta-learn": [f"metta-learn-{game}" for game in ("arena", "navigation", "real")]}
 SUITES |= {"mario": ["mario-env", "mario-async", "mario-switches"]}
-ALONE = "diagnose mario-learn mario-real switches scaling learn time-to-score time-to-hearts time-to-distance"
+ALONE = "bf16 busy diagnose mario-learn mario-real switches scaling learn time-to-score time-to-hearts time-to-distance"
 SUITES |= {name: [name] for name in ALONE.split()}
 SUITES |= {"all": [table for tables in SUITES.values() for table in tables]}
 
@@ -614,6 +616,73 @@ def table_switches(options: Options, device: torch.device) -> tuple[str, dict]:
         rows.append([*row, ", ".join(filter(None, active))])
     text = table("flags | env steps/s end to end | × | replay ratio | what was active", rows)
     return text + f"\n\n× is to the default, of `--sdpa` to `{attention}`, within a round.", {"runs": measured}
+
+
+DEFAULTS = ["dqn_snake.py", "dqn_snake_sb3_compat.py", "ppo_metta.py", "dqn_mario_async.py"]
+
+
+def table_bf16(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Every script with `--bf16` beside itself without it, in turn: steps end to end, and learning alone."""
+    cases = [
+        *DEFAULTS,
+        "dqn_snake.py --batch-size 8192",
+        "ppo_metta.py --rnn none",
+        "dqn_mario_async.py --batch-size 128",
+    ]
+    if options.fast:
+        cases = cases[:1]
+    calls = {}
+    for case in cases:
+        script, _, flags = case.partition(" ")
+        for switch in ("", "--bf16"):
+            flagged = f"{QUICK} --max-seconds {5 if options.fast else 10} {flags} {switch}".strip()
+            calls[f"{case} {switch}".strip()] = partial(run, flagged, options, script)
+    measured, rows = in_turn(options, calls), []
+    for case in cases:
+        full, half = measured[case], measured[f"{case} --bf16"]
+        learning = [[one["samples_per_second"] / (one["train_fraction"] or 1) for one in runs] for runs in (full, half)]
+        steps = [column(runs, "env_steps_per_second") for runs in (full, half)]
+        row = [f"`{case}`"]
+        for one, other in (steps, learning):
+            row += [spread(one), spread(other), spread(ratios(other, one), 2)]
+        rows.append([*row, half[0]["precision"]])
+    header = (
+        "command | env steps/s | with `--bf16` | × | learned from per second, while learning | with `--bf16` | × | "
+    )
+    return table(f"{header}precision with it", rows), {"runs": measured}
+
+
+def beside_busy(work: Callable[[], dict]) -> dict:
+    """What `work` returns while another process keeps a core busy."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            return work()
+        finally:
+            other.kill()
+
+
+def table_busy(options: Options, device: torch.device) -> tuple[str, dict]:
+    """Steps per second end to end on a quiet machine and beside one process that keeps a core busy, in turn.
+
+    The scripts count their threads at the start: where other programs are busy, they take fewer.
+    """
+    cores, calls = torch.get_num_threads(), {}
+    for script in DEFAULTS[:1] if options.fast else DEFAULTS:
+        for name, more in (("default", ""), ("all threads", f"--threads {cores}")):
+            flags = f"{QUICK} --max-seconds {5 if options.fast else 10} {more}".strip()
+            once = partial(run, flags, options, script)
+            calls[f"{script}, {name}, quiet"] = once
+            calls[f"{script}, {name}, busy"] = partial(beside_busy, once)
+    measured, rows = in_turn(options, calls), []
+    for script in DEFAULTS:
+        if f"{script}, default, busy" in measured:
+            names = "default, quiet", "default, busy", "all threads, quiet", "all threads, busy"
+            rates = [column(measured[f"{script}, {name}"], "env_steps_per_second") for name in names]
+            rows.append([f"`{script}`", *map(spread, rates), spread(ratios(rates[1], rates[3]), 1)])
+    header = (
+        f"env steps/s of | default, quiet | default, busy | `--threads {cores}`, quiet | `--threads {cores}`, busy | "
+    )
+    return table(f"{header}× of default while busy", rows), {"runs": measured}
 
 
 def free_gib(device: torch.device) -> float:

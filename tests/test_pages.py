@@ -78,7 +78,7 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
     """What takes the place of functions of benchmark.py, so that a table is made of what was measured then."""
     if name in ("env", "act", "metta-env"):
         return {"in_turn": in_turn(found["rates"])}
-    if name in ("train", "switches", "mario-switches"):
+    if name in ("train", "bf16", "busy", "switches", "mario-switches"):
         return {"in_turn": in_turn(found["runs"])}
     if name == "update":
         batches = found["batches"]
