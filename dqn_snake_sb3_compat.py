@@ -648,8 +648,9 @@ def sb3_flags(data: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]
 
     def number(name: str, value: Any, *kinds: type) -> int | float:
         if type(value) not in kinds:
+            text = value.get(":type:") if isinstance(value, dict) else value
             kind = " or ".join(kind.__name__ for kind in kinds)
-            raise NotImplementedError(f"its {name} is {str(value)[:60]}; only a plain {kind} works here")
+            raise NotImplementedError(f"its {name} is {str(text)[:60]}; only a plain {kind} works here")
         return value
 
     def demand(name: str, found: Any, *works: Any) -> None:

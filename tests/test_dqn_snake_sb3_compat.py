@@ -1,10 +1,10 @@
 """The SB3-compatible trainer beside Stable-Baselines3 itself: numbers, files, settings; and what it refuses."""
 
+import base64
 import dataclasses
 import io
 import json
 import math
-import os
 import pickle
 import shutil
 import subprocess
@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from stable_baselines3 import DQN, PPO
+from stable_baselines3.common.type_aliases import TrainFrequencyUnit
 from stable_baselines3.common.vec_env import DummyVecEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.nn.attention import SDPBackend
 
 import dqn_snake_sb3_compat as script
 from dqn_snake_sb3_compat import Args, Cosine, QNetwork, Transformer, epsilon_at, main, td_target
@@ -76,9 +76,9 @@ gym.register("Pictures-v0", lambda **kwargs: Pictures(**kwargs))
 def run(tmp_path):
     """Train for a moment; gives the summary and the run folder."""
 
-    def start(**flags) -> tuple[dict, Path]:
+    def start(sources=None, **flags) -> tuple[dict, Path]:
         flags = QUICK | {"run_dir": str(tmp_path), "run_name": "run"} | flags
-        return main(Args(**flags)), tmp_path / flags["run_name"]
+        return main(Args(**flags), sources), tmp_path / flags["run_name"]
 
     return start
 
@@ -181,7 +181,7 @@ def test_default_hyperparameters_are_sb3s() -> None:
 
 def test_the_transformer_is_system_as() -> None:
     env = gym.make("SnakeOneHot-v0")
-    q_network = QNetwork(Args(policy="transformer"), env, None)
+    q_network = QNetwork(Args(policy="transformer"), env)
     assert sum(weight.numel() for weight in q_network.parameters()) == 92_676
     head = torch.zeros(1, 20, 20, 3)
     head[0, :, :, 2] = 1
@@ -194,9 +194,11 @@ def test_the_transformer_is_system_as() -> None:
 def test_attention_kernels_agree() -> None:
     env, outputs = gym.make("SnakeOneHot-v0", board=(6, 6)), []
     obs = torch.rand(8, 6, 6, 3)
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+    for kernel in ("flash", "math"):
         torch.manual_seed(0)
-        outputs.append(QNetwork(Args(policy="transformer"), env, [backend]).eval()(obs))
+        q_network = QNetwork(Args(policy="transformer", dropout=0.0, sdpa=kernel), env).eval()
+        assert q_network.features_extractor.kernel(torch.float32, CPU).startswith(kernel)
+        outputs.append(q_network(obs))
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
 
 
@@ -209,8 +211,7 @@ def test_maths() -> None:
     assert td_target(torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.0]), q).tolist() == [2.5, -1.0]
 
 
-@pytest.mark.parametrize("per_env", [False, True])
-def test_exploration_is_drawn_for_all_games_or_for_each(run, monkeypatch, per_env) -> None:
+def test_exploration_is_drawn_once_for_all_games(run, monkeypatch) -> None:
     rows, store = [], script.Replay.store
     monkeypatch.setattr(script.Replay, "store", lambda self, *a: rows.append(a[2].copy()) or store(self, *a))
 
@@ -221,10 +222,10 @@ def test_exploration_is_drawn_for_all_games_or_for_each(run, monkeypatch, per_en
     monkeypatch.setattr(QNetwork, "__init__", biased)
     monkeypatch.setattr(script, "evaluate", lambda *_: {})
     flags = dict(num_envs=16, exploration_initial_eps=0.5, exploration_final_eps=0.5, learning_starts=0)
-    run(**flags, per_env_epsilon=per_env, total_timesteps=6400, gradient_steps=1, train_freq=400)
+    run(**flags, total_timesteps=6400, gradient_steps=1, train_freq=400)
     share = (np.array(rows[2:]) != 0).mean(1)
     assert share.mean() == pytest.approx(0.375, abs=0.06)
-    assert (share == 0).mean() == pytest.approx(0.0 if per_env else 0.5, abs=0.1)
+    assert (share == 0).mean() == pytest.approx(0.5, abs=0.1)
 
 
 # ------------------------------------------------------------------------------------------------ files both ways
@@ -239,7 +240,7 @@ def test_sb3_loads_what_is_exported_and_goes_on(run, tmp_path, flags) -> None:
     env = gym.make((QUICK | flags)["env_id"], board=(6, 6))
     model = DQN.load(path, env=env, device="cpu")
     assert model.num_timesteps == 600 and model._n_updates == summary["updates"] and model.batch_size == 16
-    q_network = QNetwork(Args(**QUICK | flags), env, None).eval()
+    q_network = QNetwork(Args(**QUICK | flags), env).eval()
     q_network.load_state_dict(load(folder)["q_net"])
     obs = np.random.default_rng(0).integers(
         0, env.observation_space.high.max() + 1, (10_000, *env.observation_space.shape)
@@ -292,21 +293,216 @@ def test_zips_that_do_not_fit_are_refused_and_nothing_in_them_runs(run, tmp_path
             run(import_sb3=name)
         said = capsys.readouterr().err
         assert error.value.code == 2 and said.count("\n") == 1 and f"--import-sb3 {name}" in said, said
-    with zipfile.ZipFile("good.zip") as good, zipfile.ZipFile("pickled.zip", "w") as pickled:
-        for name in good.namelist():
-            content = good.read(name)
-            if name == "data":
-                data = json.loads(content)
-                import base64
-
-                payload = base64.b64encode(pickle.dumps(Malicious())).decode()
-                data |= {
-                    key: {":type:": "x", ":serialized:": payload} for key in ("observation_space", "gamma", "hook")
-                }
-                content = json.dumps(data)
-            pickled.writestr(name, content)
-    run(import_sb3="pickled.zip", total_timesteps=60)
+    payload = base64.b64encode(pickle.dumps(Malicious())).decode()
+    space = {":type:": "x", ":serialized:": payload, "_shape": [6, 6], "dtype": "uint8"}
+    with_data("good.zip", "pickled.zip", observation_space=space, action_space=space, hook=space)
+    run(import_sb3="pickled.zip", total_timesteps=60, run_name="pickled")
     assert not Path("executed").exists()
+
+
+def with_data(source: str, target: str, **changes) -> None:
+    """A copy of a zip with other hyperparameters."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name == "data":
+                content = json.dumps(json.loads(content) | changes)
+            new.writestr(name, content)
+
+
+class Halved(torch.nn.Flatten):
+    """A features extractor without weights."""
+
+    features_dim = 4
+
+    def __init__(self, observation_space) -> None:
+        super().__init__()
+
+    def forward(self, obs):
+        return obs / 2
+
+
+FOREIGN = {  # hyperparameters of SB3 that have no equal here, and the word that names them
+    "activation_fn": {"policy_kwargs": {"activation_fn": torch.nn.Tanh}},
+    "normalize_images": {"policy_kwargs": {"normalize_images": False}},
+    "features extractor": {"policy_kwargs": {"features_extractor_class": Halved}},
+    "optimizer_class": {"policy_kwargs": {"optimizer_class": torch.optim.AdamW}},
+    "optimizer_class is <class 'torch.optim.sgd": {"policy_kwargs": {"optimizer_class": torch.optim.SGD}},
+    "eps": {"policy_kwargs": {"optimizer_kwargs": {"eps": 1e-5}}},
+    "betas": {"policy_kwargs": {"optimizer_kwargs": {"betas": (0.8, 0.999)}}},
+    "weight_decay": {"policy_kwargs": {"optimizer_kwargs": {"weight_decay": 0.1}}},
+    "amsgrad": {"policy_kwargs": {"optimizer_kwargs": {"amsgrad": True}}},
+    "n_steps": {"n_steps": 3},
+    "train_freq": {"train_freq": (4, "episode")},
+    "learning_rate": {"learning_rate": lambda remaining: 1e-3 * remaining},
+    "replay_buffer_kwargs": {"replay_buffer_kwargs": {"handle_timeout_termination": False}},
+    "optimize_memory_usage": {
+        "replay_buffer_kwargs": {"handle_timeout_termination": False}, "optimize_memory_usage": True, "buffer_size": 40,
+    },
+    "gradient-steps": {"gradient_steps": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", FOREIGN)
+def test_a_zip_that_learns_otherwise_is_refused(run, tmp_path, capsys, word) -> None:
+    DQN("MlpPolicy", "CartPole-v1", device="cpu", **{"buffer_size": 100} | FOREIGN[word]).save(tmp_path / "model.zip")
+    with pytest.raises(SystemExit) as error:
+        args, _ = parse_words(f"--import-sb3 {tmp_path / 'model.zip'} --env-id CartPole-v1")
+        script.resolve(args, CPU)
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and word in said, said
+
+
+def parse_words(words: str):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script", *words.split()])
+        return script.parse()
+
+
+TAKEN_OVER = dict(
+    buffer_size=1234, learning_starts=17, batch_size=9, tau=0.25, gamma=0.75, gradient_steps=-1, num_envs=2,
+    target_update_interval=33, exploration_fraction=0.5, exploration_initial_eps=0.75, exploration_final_eps=0.5,
+    max_grad_norm=3.0, learning_rate=0.125, train_freq=7, seed=11,
+)  # fmt: skip
+COSINE = dict(lr_schedule="cosine", learning_rate_end=0.01, policy="transformer", dropout=0.3, env_id="SnakeOneHot-v0")
+
+
+@pytest.mark.parametrize("more", [{}, COSINE], ids=["plain", "cosine transformer"])
+@pytest.mark.parametrize("writer", ["ours", "theirs", "ours through theirs"])
+def test_all_hyperparameters_are_taken_over(run, tmp_path, writer, more) -> None:
+    """Every second value of TAKEN_OVER differs from every default."""
+    flags, path = TAKEN_OVER | more, tmp_path / "model.zip"
+    if writer == "theirs":
+        theirs(flags, learn=False).save(path)
+    else:
+        run(export_sb3=str(path), **flags | {"total_timesteps": 28})
+    if writer == "ours through theirs":
+        model = DQN.load(path, device="cpu")
+        assert tuple(model.train_freq) == (7, TrainFrequencyUnit.STEP)
+        model.save(path)
+    args, sources = parse_words(f"--import-sb3 {path}")
+    expected = {name: value for name, value in flags.items() if name != "env_id"}
+    assert {name: getattr(args, name) for name in expected} == expected and sources == {"batch_size": str(path)}
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_the_command_line_and_settings_beat_a_zip(run, tmp_path, monkeypatch, file) -> None:
+    run(export_sb3=str(tmp_path / "model.zip"), total_timesteps=28)
+    if file:
+        monkeypatch.setenv("OPTIMAL_BATCH_SIZE", "64")
+    words = f"--import-sb3 {tmp_path / 'model.zip'} --gamma 0.5" + " --batch-size 64" * (not file)
+    args, sources = parse_words(words)
+    assert (args.batch_size, args.gamma) == (64, 0.5)
+    assert sources["batch_size"] == ("OPTIMAL_BATCH_SIZE in the environment" if file else "the command line")
+
+
+def test_an_imported_training_makes_the_games_and_steps_asked_for(run, tmp_path, capsys) -> None:
+    first, _ = run(export_sb3=str(tmp_path / "a.zip"), total_timesteps=400)
+    more = dict(import_sb3=str(tmp_path / "a.zip"), total_timesteps=None, episodes=20, learning_starts=50)
+    second, folder = run(run_name="second", **more)
+    assert first["episodes"] + 20 <= second["episodes"] < first["episodes"] + 24
+    assert f"{second['episodes'] - first['episodes']} games took {second['env_steps'] - 400} steps" in (
+        capsys.readouterr().out
+    )
+    words = f"--resume {folder} --episodes 30 --run-dir {tmp_path}"  # the command that it prints, and further
+    args, _ = parse_words(words)
+    assert args.import_sb3 is args.export_sb3 is None
+    third = main(args)
+    assert first["episodes"] + 30 <= third["episodes"] < first["episodes"] + 34
+    third, _ = run(run_name="third", **more | {"episodes": None, "total_timesteps": 200})
+    assert third["env_steps"] == 600
+
+
+BROKEN_ZIPS = {
+    "a weight is missing": lambda p, o: p.pop("q_net.q_net.0.bias"),
+    "a weight too many": lambda p, o: p.update(extra=torch.zeros(1)),
+    "double": lambda p, o: p.update({"q_net.q_net.0.bias": torch.zeros(64, dtype=torch.float64)}),
+    "no tensor": lambda p, o: p.update({"q_net.q_net.0.bias": [0.0] * 64}),
+    "not finite": lambda p, o: p["q_net.q_net.0.bias"].fill_(math.nan),
+    "sparse": lambda p, o: p.update({"q_net.q_net.0.bias": torch.zeros(64).to_sparse()}),
+    "moments of another shape": lambda p, o: o["state"][1].update(exp_avg=torch.zeros(6, 6)),
+    "moments turned": lambda p, o: o["state"][0].update(exp_avg=o["state"][0]["exp_avg"].T.contiguous()),
+    "moments not finite": lambda p, o: o["state"][1]["exp_avg"].fill_(math.inf),
+    "moments of a weight missing": lambda p, o: o["state"].pop(3),
+    "moments of other names": lambda p, o: o["state"].update({"0": o["state"].pop(0)}),
+    "other steps": lambda p, o: o["state"][2]["step"].fill_(1),
+    "no steps": lambda p, o: [moment["step"].zero_() for moment in o["state"].values()],
+    "state of another type": lambda p, o: o.update(state=[1, 2]),
+    "no groups": lambda p, o: o.pop("param_groups"),
+    "two groups": lambda p, o: o["param_groups"].append({}),
+}
+BROKEN_DATA = {
+    "steps are a word": {"num_timesteps": "many"},
+    "steps are negative": {"num_timesteps": -1},
+    "updates are a list": {"_n_updates": []},
+    "epsilon is nothing": {"exploration_rate": None},
+    "batch is half": {"batch_size": 16.5},
+    "seed is a word": {"seed": "one"},
+    "gamma is true": {"gamma": True},
+    "policy_kwargs is a list": {"policy_kwargs": []},
+    "extractor is a number": {"policy_kwargs": {"features_extractor_class": 5}},
+    "train_freq is a word": {"train_freq": "often"},
+    "train_freq is no pickle": {"train_freq": {":serialized:": "AAAA"}},
+    "policy_class is missing": {"policy_class": None},
+    "another board": {"observation_space": {"_shape": [9, 4], "dtype": "uint8"}},
+    "other numbers": {"observation_space": {"_shape": [6, 6], "dtype": "float32"}},
+}
+
+
+@pytest.fixture(scope="module")
+def good_zip(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    main(Args(**QUICK | {"run_dir": str(folder), "export_sb3": str(folder / "good.zip"), "total_timesteps": 80}))
+    return folder / "good.zip"
+
+
+@pytest.mark.parametrize("name", [*BROKEN_ZIPS, *BROKEN_DATA])
+def test_malformed_zips_are_refused_in_one_line(run, tmp_path, capsys, good_zip, name) -> None:
+    if name in BROKEN_DATA:
+        with_data(good_zip, tmp_path / "bad.zip", **BROKEN_DATA[name])
+    else:
+        with zipfile.ZipFile(good_zip) as old, zipfile.ZipFile(tmp_path / "bad.zip", "w") as new:
+            names = "policy.pth", "policy.optimizer.pth"
+            policy, optimizer = (torch.load(io.BytesIO(old.read(part))) for part in names)
+            BROKEN_ZIPS[name](policy, optimizer)
+            for part, value in zip(names, (policy, optimizer)):
+                file = io.BytesIO()
+                torch.save(value, file)
+                new.writestr(part, file.getvalue())
+            new.writestr("data", old.read("data"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as error:
+        run(import_sb3=str(tmp_path / "bad.zip"))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "--import-sb3" in said, said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", [".", "", "nowhere/a.zip", "folder", "\0"])
+def test_an_export_that_cannot_be_written_is_refused_at_start(run, tmp_path, monkeypatch, capsys, name) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    with pytest.raises(SystemExit) as error:
+        run(export_sb3=name)
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and said.startswith(f"{script.SCRIPT}.py: --export-sb3"), (
+        said
+    )
+    assert not Path("run").exists()
+
+
+def test_an_export_that_fails_at_the_end_loses_nothing(run, tmp_path, monkeypatch, capsys) -> None:
+    path = tmp_path / "model.zip"
+    path.write_bytes(b"an older one")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(script.zipfile.ZipFile, "writestr", full)
+    summary, folder = run(export_sb3=str(path))
+    assert "No space left" in capsys.readouterr().err and path.read_bytes() == b"an older one"
+    assert json.loads((folder / "summary.json").read_text()) == summary and summary["eval_episodes"] == 3
+    assert not list(tmp_path.glob("*.tmp")) and load(folder)["global_step"] == 600
 
 
 def test_the_script_does_not_import_sb3() -> None:
@@ -369,22 +565,19 @@ def test_an_unreadable_file_is_refused(parse, capsys) -> None:
     assert error.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_report_says_what_is_asked_what_is_active_and_from_where(run, monkeypatch, capsys) -> None:
+def test_one_line_says_what_is_active_and_where_it_comes_from(run, monkeypatch, capsys) -> None:
     monkeypatch.setattr(script, "pick_precision", lambda *_: torch.float32)
     monkeypatch.setattr(torch, "compile", lambda *_, **__: 1 / 0)
-    args = Args(**QUICK | {"bf16": True, "policy": "transformer", "env_id": "SnakeOneHot-v0", "total_timesteps": 60})
-    args = dataclasses.replace(args, run_dir="runs", flash_attention=True, dropout=0.0)
-    monkeypatch.chdir(os.environ.get("TMPDIR", "/tmp"))
-    main(args, {"bf16": "USE_BF16 in .env", "batch_size": "the command line"})
-    lines = capsys.readouterr().out.splitlines()
-    assert [
-        line.split(maxsplit=3) for line in lines if line.split()[:1] in (["batch_size"], ["bf16"], ["compile"])
-    ] == [
-        ["batch_size", "16", "16", "the command line"],
-        ["compile", "False", "False", "the default"],
-        ["bf16", "True", "False", "USE_BF16 in .env"],
+    flags = {"bf16": True, "policy": "transformer", "env_id": "SnakeOneHot-v0", "total_timesteps": 60, "dropout": 0.0}
+    sources = {"bf16": "USE_BF16 in .env", "batch_size": "the command line"}
+    summary, _ = run(sources, flash_attention=True, compile=True, **flags)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("active: ")]
+    assert lines == [
+        "active: float32, eager, batch size 16, flash_attention; "
+        "settings: bf16 from USE_BF16 in .env, batch_size from the command line"
     ]
-    assert any(line.split()[:3] == ["flash_attention", "True", "flash_attention"] for line in lines)
+    run(run_name="plain", total_timesteps=60)
+    assert "active: float32, eager, batch size 16; settings: the defaults\n" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ the loop
@@ -400,8 +593,8 @@ def test_episodes_end_the_run_and_their_steps_are_named(run, capsys) -> None:
 
 def test_time_limits_bootstrap_and_ends_do_not(run) -> None:
     _, folder = run(**SHORT, checkpoint_replay=True, gamma=0.5)
-    rings, held = load(folder)["replay"]["rings"], load(folder)["replay"]["held"]
-    obs, next_obs, discount = rings[0][:held], rings[1][:held], rings[4][:held]
+    replay = load(folder)["replay"]
+    obs, next_obs, discount = (replay[name][: replay["held"]] for name in ("obs", "next_obs", "discount"))
     fell = (next_obs[:, 0].abs() > 2.4) | (next_obs[:, 2].abs() > 0.2095)
     assert fell.any() and torch.equal(discount == 0, fell) and set(discount[~fell].tolist()) == {0.5}
     follows = (next_obs[:-1] == obs[1:]).all(1)
@@ -433,16 +626,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch,
     _, whole = run(run_name="whole", **flags)
     interrupt_after(monkeypatch, 300)
     _, halves = run(run_name="halves", **flags)
-    assert f"--resume {halves}" in capsys.readouterr().out and 300 <= load(halves)["counters"][0] < 330
+    assert f"--resume {halves}" in capsys.readouterr().out and 300 <= load(halves)["global_step"] < 330
     monkeypatch.undo()
     summary, _ = run(run_name="halves", resume=str(halves), **flags)
     expected, got = load(whole), load(halves)
     for part in ("q_net", "q_net_target"):
         for name, value in expected[part].items():
             assert torch.equal(value, got[part][name]), name
-    for ours, other in zip(expected["replay"]["rings"], got["replay"]["rings"]):
-        assert torch.equal(ours, other)
-    assert expected["games"]["envs"] == got["games"]["envs"] and summary["env_steps"] == load(whole)["counters"][0]
+    for name, value in expected["replay"].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(got["replay"][name])), name
+    for name in ("envs", "returns", "lengths", "action_space", "numpy_position", "epsilon", "calls", "episodes"):
+        assert expected[name] == got[name], name
+    assert torch.equal(expected["numpy_key"], got["numpy_key"]) and torch.equal(expected["torch"], got["torch"])
+    assert summary["env_steps"] == expected["global_step"]
 
 
 def test_bf16_moves_what_the_network_says_and_reaches_every_weight(run, monkeypatch) -> None:
@@ -508,7 +704,7 @@ def bias(summary: dict, folder: Path) -> list[float]:
 
 
 def updates(summary: dict, folder: Path) -> int:
-    return load(folder)["counters"][1]
+    return load(folder)["updates"]
 
 
 FLAGS = {  # another value than QUICK's, and where it shows
@@ -516,8 +712,8 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "total_timesteps": (800, lambda s, f: s["env_steps"]),
     "run_name": ("other", lambda s, f: f.name),
     "env_id": ("SnakeBlocks-v0", lambda s, f: scalars(f)["charts/episodic_return"][-1] < -100),
-    "board": ("5x7", lambda s, f: load(f)["games"]["obs"].shape),
-    "num_envs": (3, lambda s, f: load(f)["games"]["obs"].shape),
+    "board": ("5x7", lambda s, f: load(f)["obs"].shape),
+    "num_envs": (3, lambda s, f: load(f)["obs"].shape),
     "policy": ("transformer", lambda s, f: s["sdpa"]),
     "learning_rate": (1e-2, bias),
     "lr_schedule": ("cosine", lambda s, f: scalars(f)["train/learning_rate"][-1]),
@@ -529,8 +725,8 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "train_freq": (8, updates),
     "gradient_steps": (3, updates),
     "target_update_interval": (50, lambda s, f: list(load(f)["q_net_target"].values())[-1].tolist()),
-    "exploration_fraction": (1.0, lambda s, f: load(f)["games"]["actions"]),
-    "exploration_initial_eps": (0.3, lambda s, f: load(f)["games"]["actions"]),
+    "exploration_fraction": (1.0, lambda s, f: load(f)["action_space"]),
+    "exploration_initial_eps": (0.3, lambda s, f: load(f)["action_space"]),
     "exploration_final_eps": (0.3, lambda s, f: scalars(f)["rollout/exploration_rate"][-1]),
     "max_grad_norm": (1e-3, bias),
     "threads": (2, lambda s, f: s["device"]),
@@ -539,11 +735,10 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "eval_episodes": (4, lambda s, f: s["eval_episodes"]),
     "checkpoint_replay": (True, lambda s, f: "replay" in load(f)),
     "video": (True, lambda s, f: (f / "videos" / "game.gif").exists()),
-    "profile": (True, lambda s, f: (f / "profile.json").exists()),
 }
 ELSEWHERE = {  # have a test of their own, here or for the same block in test_dqn_snake.py
     "device", "max_seconds", "episodes", "run_dir", "bf16", "fp16", "tf32", "compile", "compile_mode", "cudagraph",
-    "sdpa", "flash_attention", "dropout", "learning_rate_end", "per_env_epsilon", "checkpoint_every", "resume",
+    "sdpa", "flash_attention", "dropout", "learning_rate_end", "checkpoint_every", "resume",
     "evaluate", "render", "import_sb3", "export_sb3", "wandb",
 }  # fmt: skip
 
