@@ -1504,7 +1504,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             global_step += args.num_envs
             calls += 1
             if calls % target_every == 0:  # one call at a time: no threshold is jumped over
-                target_weights.lerp_(weights, args.tau)
+                target_weights.mul_(1 - args.tau).add_(weights, alpha=args.tau)  # rounds as SB3 does, unlike lerp_
             epsilon = epsilon_at(progress(), args.exploration_initial_eps, args.exploration_final_eps,
                                  args.exploration_fraction)  # fmt: skip
         watch.mark("rollout")
