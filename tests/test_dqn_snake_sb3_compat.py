@@ -72,6 +72,20 @@ gym.register("Recorded-v0", lambda **kwargs: Recorded(**kwargs))
 gym.register("Pictures-v0", lambda **kwargs: Pictures(**kwargs))
 
 
+@pytest.fixture(autouse=True)
+def process():
+    """Nothing that another test left behind decides about the numbers of this one, or the other way round."""
+
+    def reset() -> None:
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(False)
+        torch.set_float32_matmul_precision("highest")
+
+    reset()
+    yield
+    reset()
+
+
 @pytest.fixture
 def run(tmp_path):
     """Train for a moment; gives the summary and the run folder."""
@@ -172,6 +186,67 @@ def test_a_whole_run_makes_sb3s_decisions(run) -> None:
     model = theirs(flags)
     assert ours == Recorded.actions
     assert_same_weights(folder, model, 1e-5)
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_whole_updates_against_ten_lines_in_double_precision(run, monkeypatch, num_envs) -> None:
+    """42 updates written out anew: Huber loss, clipping, Adam, a step size that falls, target updates on the way."""
+    made, batches, norms, init, gather = [], [], [], QNetwork.__init__, script.Replay.gather
+
+    def keep(self, *arguments) -> None:
+        init(self, *arguments)
+        made.append({name: weight.detach().double().clone() for name, weight in self.named_parameters()})
+
+    def record(self, index):
+        batches.append([ring.clone() for ring in gather(self, index)])
+        return gather(self, index)
+
+    monkeypatch.setattr(QNetwork, "__init__", keep)
+    monkeypatch.setattr(script.Replay, "gather", record)
+    flags = dict(
+        num_envs=num_envs, total_timesteps=100 * num_envs, learning_starts=19 * num_envs, train_freq=4,
+        gradient_steps=2, learning_rate=1e-2, lr_schedule="cosine", learning_rate_end=1e-4, max_grad_norm=0.4,
+        gamma=0.9, tau=0.3, target_update_interval=6 * num_envs, env_id="CartPole-v1", board=None,
+    )  # fmt: skip
+    _, folder = run(**flags)
+    online = {name: weight.requires_grad_() for name, weight in made[0].items()}
+    target = {name: weight.detach().clone() for name, weight in online.items()}
+    mean = {name: torch.zeros_like(weight) for name, weight in online.items()}
+    square = {name: torch.zeros_like(weight) for name, weight in online.items()}
+
+    def values(w: dict, obs: torch.Tensor) -> torch.Tensor:
+        x = (obs.double() @ w["q_net.0.weight"].T + w["q_net.0.bias"]).clamp(min=0)
+        x = (x @ w["q_net.2.weight"].T + w["q_net.2.bias"]).clamp(min=0)
+        return x @ w["q_net.4.weight"].T + w["q_net.4.bias"]
+
+    updates = 0
+    for call in range(1, 101):
+        if call % 6 == 0:
+            target = {name: 0.7 * old + 0.3 * online[name].detach() for name, old in target.items()}
+        if call % 4 or call < 20:
+            continue
+        rate = 1e-4 + (1e-2 - 1e-4) * 0.5 * (1 + math.cos(math.pi * call / 100))
+        for _ in range(2):
+            obs, next_obs, action, reward, discount = batches[updates]
+            updates += 1
+            wanted = reward + discount * values(target, next_obs).amax(1)
+            error = (values(online, obs)[torch.arange(16), action] - wanted).abs()
+            loss = torch.where(error < 1, error**2 / 2, error - 0.5).mean()
+            grads = dict(zip(online, torch.autograd.grad(loss, list(online.values()))))
+            norm = sum((grad**2).sum() for grad in grads.values()).sqrt()
+            norms.append(norm.item())
+            for name, grad in grads.items():
+                grad = grad * min(0.4 / norm, 1)
+                mean[name] = 0.9 * mean[name] + 0.1 * grad
+                square[name] = 0.999 * square[name] + 0.001 * grad**2
+                step = mean[name] / (1 - 0.9**updates) / ((square[name] / (1 - 0.999**updates)).sqrt() + 1e-8)
+                online[name].data -= rate * step
+    assert updates == len(batches) == 42 and set(batches[-1][4].unique().tolist()) <= {0.0, float(np.float32(0.9))}
+    assert min(norms) < 0.35 and max(norms) > 0.45  # some were clipped and some not
+    saved = load(folder)
+    for name in online:
+        torch.testing.assert_close(saved["q_net"][name].double(), online[name].detach(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(saved["q_net_target"][name].double(), target[name], atol=1e-4, rtol=0)
 
 
 def test_default_hyperparameters_are_sb3s() -> None:
@@ -749,6 +824,85 @@ def test_episodes_end_the_run_and_their_steps_are_named(run, capsys) -> None:
     )
 
 
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(run, tmp_path, monkeypatch, capsys) -> None:
+    smooth_l1_loss, calls = torch.nn.functional.smooth_l1_loss, []
+
+    def infinite(q, target):
+        calls.append(0)
+        return smooth_l1_loss(q, target) * (math.inf if len(calls) > 30 else 1)
+
+    monkeypatch.setattr(script.F, "smooth_l1_loss", infinite)
+    with pytest.raises(SystemExit) as error:
+        run(log_every=1e-9, checkpoint_every=1e-9, total_timesteps=10**6)
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "--learning-rate 0.001: the loss is" in said
+    assert len(calls) == 31  # at the next log
+    assert all(value.isfinite().all() for value in load(tmp_path / "run")["q_net"].values())
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_too(run, monkeypatch, capsys) -> None:
+    """Also where the loss itself is finite: such updates are skipped, and a run that only skips learns nothing."""
+    grad = torch.autograd.grad
+    monkeypatch.setattr(script.torch.autograd, "grad", lambda *a: [part * math.nan for part in grad(*a)])
+    with pytest.raises(SystemExit) as error:
+        run(log_every=1e-9)
+    assert error.value.code == 2 and "the loss is nan" in capsys.readouterr().err
+
+
+def test_training_and_evaluation_share_no_seed(run, monkeypatch) -> None:
+    seeds, reset = [], script.SnakeEnv.reset
+    monkeypatch.setattr(script.SnakeEnv, "reset", lambda self, **k: seeds.append(k.get("seed")) or reset(self, **k))
+    highest = script.EVAL_SEED - 3
+    run(seed=highest, num_envs=3, total_timesteps=60, eval_episodes=5)
+    given = [seed for seed in seeds if seed is not None]
+    assert given == [highest, highest + 1, highest + 2, *(highest + 3 + lane for lane in range(5))]
+    assert script.EVAL_SEED + script.MOST_GAMES == 2**31  # some games take no larger one
+    with pytest.raises(SystemExit):
+        run(seed=highest + 1, num_envs=3)
+
+
+def test_the_first_control_c_ends_a_final_evaluation_at_once(run, monkeypatch, capsys) -> None:
+    import signal
+
+    def endless(*_):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("goes on")
+
+    monkeypatch.setattr(script, "evaluate", endless)
+    summary, folder = run()
+    assert summary == json.loads((folder / "summary.json").read_text()) and summary["env_steps"] == 600
+    assert "eval_score_mean" not in summary and f"--resume {folder}" in capsys.readouterr().out
+
+
+def test_a_run_leaves_its_process_as_it_was(run, monkeypatch) -> None:
+    import signal
+
+    torch.set_num_threads(2)
+    torch.set_flush_denormal(True)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run(total_timesteps=60)
+    assert torch.get_num_threads() == 2 and torch.tensor(1e-40) * 1 > 0  # denormals are there
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_a_run_does_not_depend_on_what_ran_before(run) -> None:
+    """The same weights, to the bit, whatever state the process was left in."""
+
+    def weights(name: str) -> torch.Tensor:
+        flags = SHORT | {"num_envs": 8, "gradient_steps": -1, "total_timesteps": 260, "target_update_interval": 3}
+        _, folder = run(run_name=name, **flags)
+        return torch.cat([weight.flatten() for weight in load(folder)["q_net"].values()])
+
+    expected = weights("plain")
+    np.random.rand(77)
+    torch.rand(77)
+    assert torch.equal(weights("other numbers were drawn"), expected)
+    torch.set_num_threads(2)
+    assert torch.equal(weights("two threads"), expected)
+    torch.set_flush_denormal(True)
+    assert torch.equal(weights("denormals flushed"), expected)
+
+
 def test_time_limits_bootstrap_and_ends_do_not(run) -> None:
     _, folder = run(**SHORT, checkpoint_replay=True, gamma=0.5)
     replay = load(folder)["replay"]
@@ -918,6 +1072,86 @@ def test_every_flag_changes_what_it_says(run, plain, flag) -> None:
     assert look(*run(**{flag: value} | more)) != look(*plain)
 
 
+class Large(gym.Env):
+    """A game without end, drawn large."""
+
+    observation_space, action_space = gym.spaces.Box(0, 1, (2,)), gym.spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array", "human"]}
+    drawn = 0
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.zeros(2, np.float32), 0.0, False, Large.drawn == 0 and self.steps % 50 == 0, {}
+
+    def render(self):
+        Large.drawn += 1
+        if Large.drawn > 30:
+            raise RuntimeError("drawn too often")
+        return np.full((1000, 2000, 3), Large.drawn % 256, np.uint8)
+
+
+gym.register("Large-v0", lambda **kwargs: Large(**kwargs))
+
+
+def test_a_gif_is_bounded_in_frames_and_size_and_written_as_it_comes(run, monkeypatch) -> None:
+    from PIL import Image
+
+    monkeypatch.setattr(script, "GIF_FRAMES", 20)
+    Large.drawn = 0
+    _, folder = run(env_id="Large-v0", board=None, video=True, total_timesteps=60)
+    with Image.open(folder / "videos" / "game.gif") as gif:
+        assert gif.size == (640, 320) and gif.n_frames == 20
+    assert Large.drawn == 20
+
+
+def test_a_game_that_cannot_be_drawn_costs_one_line(run, capsys, monkeypatch) -> None:
+    Large.drawn = 0
+    monkeypatch.setattr(Large, "render", lambda _: 1 / 0)
+    summary, folder = run(env_id="Large-v0", board=None, video=True, total_timesteps=60)
+    assert "--video: Large-v0 cannot be drawn (ZeroDivisionError: division by zero)" in capsys.readouterr().out
+    assert json.loads((folder / "summary.json").read_text()) == summary and summary["eval_episodes"] == 3
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"env_id": "Large-v0", "board": None, "evaluate": str(folder), "render": True}))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "--render: Large-v0 cannot be shown" in said
+
+
+def test_render_without_pygame_is_one_line(run, capsys, monkeypatch) -> None:
+    _, folder = run(env_id="CartPole-v1", board=None, total_timesteps=60)
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"env_id": "CartPole-v1", "board": None, "evaluate": str(folder), "render": True}))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "pygame" in said and "pip install" in said
+
+
+def test_nothing_that_only_unix_has_is_needed(tmp_path) -> None:
+    words = f"--board 5x5 --device cpu --total-timesteps 300 --eval-episodes 2 --threads 1 --run-dir {tmp_path}".split()
+    code = f"""
+import os, signal, sys
+for name in "resource fcntl termios pwd grp pty syslog".split():
+    sys.modules[name] = None
+for place, names in (os, "sysconf sched_getaffinity fork"), (signal, "pthread_sigmask SIGKILL SIGALRM"):
+    for name in names.split():
+        if hasattr(place, name):
+            delattr(place, name)
+sys.argv = ["dqn_snake_sb3_compat.py", *{words}]
+import runpy
+runpy.run_path("dqn_snake_sb3_compat.py", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "eval_score_mean" in done.stdout, done.stderr
+    (summary,) = tmp_path.glob("*/summary.json")
+    assert json.loads(summary.read_text())["peak_memory_gib"] is None
+
+
 def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> None:
     summary, folder = run()
     args = Args(**QUICK | {"evaluate": str(folder)})
@@ -949,7 +1183,12 @@ BAD = [
     *({name: 0} for name in "num_envs batch_size buffer_size threads train_freq gradient_steps episodes".split()),
     *({name: -1} for name in "total_timesteps max_seconds learning_starts seed".split()),
     {"gradient_steps": -2}, {"learning_rate": 0.0}, {"learning_rate": math.nan}, {"tau": 0.0}, {"gamma": 1.5},
-    {"exploration_initial_eps": 1.5}, {"seed": 2**32}, {"env_id": "Nothing-v0"}, {"board": "3x3"}, {"board": "axb"},
+    {"exploration_initial_eps": 1.5}, {"seed": 2**31 - 10_000}, {"threads": 257}, {"eval_episodes": 10_001},
+    {"num_envs": 10_001}, {"num_envs": 2001}, {"board": "6xfoox6"}, {"board": "6"}, {"board": ""}, {"board": "6x6x6"},
+    {"board": "9" * 5000 + "x6"}, {"env_id": ""}, {"env_id": "nowhere:X-v0"}, {"resume": ""}, {"evaluate": ""},
+    {"import_sb3": ""}, {"export_sb3": ""}, {"export_sb3": "a.zip", "evaluate": "latest"},
+    {"resume": "latest", "evaluate": "latest"}, {"import_sb3": "a.zip", "evaluate": "latest"},
+    {"env_id": "Nothing-v0"}, {"board": "3x3"}, {"board": "axb"},
     {"env_id": "Pendulum-v1", "board": None}, {"env_id": "FrozenLake-v1", "board": None},
     {"env_id": "CartPole-v1", "board": "6x6"}, {"policy": "CnnPolicy"}, {"policy": "transformer"},
     {"bf16": True, "fp16": True}, {"render": True}, {"import_sb3": "a.zip", "resume": "latest"}, {"resume": "nowhere"},
