@@ -195,12 +195,16 @@ def settings() -> tuple[dict[str, int | bool], dict[str, str]]:
         text = os.environ.get(name, file.get(name))
         if text is None:
             continue
-        value, accepted = words.get(text.strip().lower()), "true, 1, yes, on, false, 0, no or off"
+        value = words.get(text.strip().lower())
+        accepted = "true, 1, yes, on, false, 0, no or off"
         if flag == "batch_size":
-            value, accepted = int(text) if text.strip().isdecimal() else None, "a whole number above 0"
-        if value is None or value == 0 and flag == "batch_size":
-            refuse(f"{name}={text} (in {place}): must be {accepted}")
-        values[flag], sources[flag] = value, f"{name} in {place}"
+            is_number = text.strip().isdecimal() and len(text) < 20 and int(text) > 0
+            value = int(text) if is_number else None
+            accepted = "a whole number above 0"
+        if value is None:
+            refuse(f"{name}={text[:40]} (in {place}): must be {accepted}")
+        values[flag] = value
+        sources[flag] = f"{name} in {place}"
     return values, sources
 
 
@@ -265,7 +269,9 @@ def board_of(args: Args) -> tuple[int, ...]:
 
 def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> list[gym.Env]:
     """`num_envs` games. They are plain environments: at a few games a Python loop is faster than a batched one."""
-    kwargs: dict[str, Any] = {"render_mode": render_mode}
+    kwargs: dict[str, Any] = {}
+    if render_mode is not None:  # not every game has this parameter
+        kwargs["render_mode"] = render_mode
     if args.board is not None:
         kwargs["board"] = board_of(args)
     try:
@@ -437,6 +443,8 @@ class Replay:
     On a CPU the rings are NumPy arrays that the tensors share: writing a row is then no tensor operation.
     """
 
+    NAMES = "obs", "next_obs", "action", "reward", "discount"
+
     def __init__(self, args: Args, space: gym.spaces.Box, device: torch.device) -> None:
         self.rows = args.buffer_size // args.num_envs
         self.num_envs = args.num_envs
@@ -450,8 +458,6 @@ class Replay:
         rings = [torch.from_numpy(np.zeros(*kind)).to(device) for kind in kinds]  # on a CPU memory is taken as it fills
         self.flat = [ring.flatten(0, 1) for ring in rings]
         self.rings = [ring.numpy() for ring in rings] if device.type == "cpu" else rings
-
-    NAMES = "obs", "next_obs", "action", "reward", "discount"
 
     def state_dict(self) -> dict[str, Any]:
         return dict(zip(self.NAMES, self.flat)) | {"row": self.row, "held": self.held}
@@ -553,7 +559,7 @@ def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, flo
     q_network.load_state_dict(saved["q_net"])
     q_network.eval()
     if args.render:
-        mode = "ansi" if "ansi" in make_envs(args, 1)[0].metadata["render_modes"] else "human"
+        mode = "ansi" if "ansi" in make_envs(args, 1)[0].metadata.get("render_modes", []) else "human"
         frames = play(q_network, args, device, mode)
         try:
             first = next(frames)
@@ -1461,8 +1467,8 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             adam(weights, grad, exp_avg, exp_avg_sq, adam_step, learning_rate, finite)
             if dtype == torch.float16:  # doubles in 2,000 updates, halves when a gradient was too large for it
                 loss_scale.mul_(torch.where(finite, 2 ** (1 / 2000), 0.5))
-            if dtype != torch.float16:  # there a gradient that was too large is nothing to worry about
-                loss = torch.where(finite, loss, math.nan)  # the log ends the run
+            else:  # elsewhere such a gradient is the end of learning: the log will say so
+                loss = torch.where(finite, loss, math.nan)
             loss_sum.add_(loss)
 
     # --- switches: they wrap `policy` and `update` ----------------------------------------------------------------
