@@ -243,11 +243,11 @@ def resolve(args: Args, device: torch.device) -> Args:
     if args.export_sb3 is not None:
         if args.evaluate is not None:
             refuse("--export-sb3 --evaluate: a zip is written at the end of a training; --resume works")
-        refuse_if_not_writable("--export-sb3", args.export_sb3)
+        check_writable("--export-sb3", args.export_sb3)
     return args
 
 
-def refuse_if_not_writable(flag: str, name: str) -> None:
+def check_writable(flag: str, name: str) -> None:
     """Found out by trying, and now: at the end of a run it would be too late."""
     path = Path(name)
     try:

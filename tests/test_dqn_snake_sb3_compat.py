@@ -993,7 +993,10 @@ def test_bf16_learns_what_fp32_learns(run, monkeypatch) -> None:
 @pytest.mark.parametrize("flags", [SHORT, ATTENTION | {"total_timesteps": 200}], ids=str)
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
 def test_compiled_learns_what_eager_learns(run, flags) -> None:
-    """Twice in one process with other numbers, since what is compiled first must not serve the second."""
+    """The same updates with other last bits: after 140 of the MLP 7e-8 apart, after 38 of the transformer 2e-5.
+
+    Twice in one process with other numbers, since what is compiled first must not serve the second.
+    """
     for number, more in enumerate([{"lr_schedule": "cosine", "tau": 0.5}, {"gamma": 0.5, "max_grad_norm": 0.1}]):
         more |= {"log_every": 1e9}
         _, eager = run(run_name=f"eager{number}", **flags, **more)
@@ -1001,7 +1004,8 @@ def test_compiled_learns_what_eager_learns(run, flags) -> None:
         assert summary["compiled"] and load(compiled)["optimizer"]["step"].item() == summary["updates"] > 30
         assert scalars(compiled)["losses/td_loss"][-1] == pytest.approx(scalars(eager)["losses/td_loss"][-1], rel=1e-3)
         for name, value in load(eager)["q_net"].items():
-            torch.testing.assert_close(load(compiled)["q_net"][name], value, atol=1e-3, rtol=0)
+            atol = 1e-3 if "policy" in flags else 1e-5
+            torch.testing.assert_close(load(compiled)["q_net"][name], value, atol=atol, rtol=0)
 
 
 def test_adam_is_pytorchs_to_the_bit_and_skips_what_is_not_finite() -> None:
