@@ -221,7 +221,7 @@ def resolve(args: Args, device: torch.device) -> Args:
     shares = {"gamma", "tau", "exploration_fraction", "exploration_initial_eps", "exploration_final_eps", "dropout"}
     may_be_0 = {"seed", "learning_starts", "learning_rate_end", "eval_every", "checkpoint_every", *shares} - {"tau"}
     limits = dict.fromkeys(shares, 1) | {"num_envs": MOST_GAMES, "eval_episodes": MOST_GAMES, "threads": 256}
-    limits["seed"] = EVAL_SEED - args.num_envs  # each game has its own
+    limits["seed"] = EVAL_SEED - min(args.num_envs, MOST_GAMES)  # each game has its own
     for name, value in vars(args).items():
         if type(value) in (int, float) and not (name == "gradient_steps" and value == -1):
             highest = limits.get(name, sys.maxsize)
@@ -1586,7 +1586,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
 
 
 def parse() -> tuple[Args, dict[str, str]]:
-    """The command line on top of the checkpoint's or zip's flags, on top of the environment, .env and the defaults.
+    """The command line on top of a checkpoint's flags, or of the environment, .env, a zip's flags and the defaults.
 
     Also says, by flag, where settings come from that are not the defaults.
     """
