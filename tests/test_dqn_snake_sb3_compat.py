@@ -841,7 +841,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(run, tmp_path, 
 
     monkeypatch.setattr(script.F, "smooth_l1_loss", infinite)
     with pytest.raises(SystemExit) as error:
-        run(log_every=1e-9, checkpoint_every=1e-9, total_timesteps=10**6)
+        run(log_every=1e-9, checkpoint_every=1e-9, total_timesteps=400)
     said = capsys.readouterr().err
     assert error.value.code == 2 and said.count("\n") == 1 and "--learning-rate 0.001: the loss is" in said
     assert len(calls) == 31  # at the next log
@@ -866,7 +866,7 @@ def test_training_and_evaluation_share_no_seed(run, monkeypatch) -> None:
     assert given == [highest, highest + 1, highest + 2, *(highest + 3 + lane for lane in range(5))]
     assert script.EVAL_SEED + script.MOST_GAMES == 2**31  # some games take no larger one
     with pytest.raises(SystemExit):
-        run(seed=highest + 1, num_envs=3)
+        run(seed=highest + 1, num_envs=3, run_name="higher")
 
 
 def test_the_first_control_c_ends_a_final_evaluation_at_once(run, monkeypatch, capsys) -> None:
