@@ -153,6 +153,7 @@ ATTENTION = dict(env_id="SnakeOneHot-v0", board="5x4", policy="transformer", dro
         {"num_envs": 8, "gradient_steps": 4, "total_timesteps": 1640, "lr_schedule": "cosine", "max_grad_norm": 1.0},
         {"num_envs": 8, "gradient_steps": -1, "total_timesteps": 260, "target_update_interval": 3},
         ATTENTION | {"num_envs": 1, "total_timesteps": 840},
+        ATTENTION | {"num_envs": 1, "total_timesteps": 260, "gradient_steps": 4, "dropout": 0.1},
         ATTENTION | {"num_envs": 8, "total_timesteps": 260, "gradient_steps": -1, "max_grad_norm": 1e9},
         {"env_id": "Pictures-v0", "policy": "CnnPolicy", "total_timesteps": 120},
         {"env_id": "Pictures-v0", "total_timesteps": 240},
@@ -867,6 +868,41 @@ def test_training_and_evaluation_share_no_seed(run, monkeypatch) -> None:
     assert script.EVAL_SEED + script.MOST_GAMES == 2**31  # some games take no larger one
     with pytest.raises(SystemExit):
         run(seed=highest + 1, num_envs=3, run_name="higher")
+
+
+@pytest.mark.parametrize("env_id", ["Snake-v0", "CartPole-v1"])
+def test_evaluation_plays_every_game_once_to_its_end(env_id) -> None:
+    """Against one game after the other, with the same greedy policy and the same seeds."""
+    args = Args(**QUICK | {"env_id": env_id, "board": "6x6" if env_id == "Snake-v0" else None})
+    torch.manual_seed(0)
+    (env,) = script.make_envs(args, 1)
+    q_network = QNetwork(args, env)
+    scores = []
+    for lane in range(7):
+        obs, done, score = env.reset(seed=script.EVAL_SEED + lane)[0], False, 0.0
+        while not done:
+            action = q_network(torch.as_tensor(obs)[None]).argmax().item()
+            obs, reward, terminated, truncated, info = env.step(action)
+            done = terminated or truncated
+            score += reward
+        scores.append(info.get("score", score))
+    assert len(set(scores)) > 1
+    result = script.evaluate(q_network, args, 7, CPU)
+    expected = {"mean": np.mean(scores), "median": np.median(scores), "max": max(scores)}
+    assert result == {f"eval_score_{name}": value for name, value in expected.items()} | {"eval_episodes": 7}
+
+
+def test_the_transformer_acts_and_is_evaluated_without_dropout(run, monkeypatch) -> None:
+    modes, forward = set(), Transformer.forward
+
+    def watched(self, obs):
+        modes.add((self.training, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        return forward(self, obs)
+
+    monkeypatch.setattr(Transformer, "forward", watched)
+    run(policy="transformer", env_id="SnakeOneHot-v0", dropout=0.5, total_timesteps=200)
+    learning, acting, target_or_evaluation = (True, False, True), (False, True, False), (False, False, False)
+    assert modes == {learning, acting, target_or_evaluation}
 
 
 def test_the_first_control_c_ends_a_final_evaluation_at_once(run, monkeypatch, capsys) -> None:
