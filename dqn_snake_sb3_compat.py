@@ -6,7 +6,9 @@
     python dqn_snake_sb3_compat.py --import-sb3 model.zip --export-sb3 more.zip   # goes on where SB3 stopped, and back
     python dqn_snake_sb3_compat.py --evaluate latest --render                     # watch the last agent play
 
-On two CPU cores `--compile` makes 5.6 times SB3's steps per second on CartPole and Snake, without it 2 (benchmarks.md).
+Without switches weights and decisions are SB3's to the bit, until a gradient is clipped: SB3 sums its norm in another
+order. `--compile` computes the same updates with other last bits, so decisions part from SB3's sooner or later. On two
+CPU cores it makes 5.6 times SB3's steps per second on CartPole and Snake, without it 2 (benchmarks.md).
 What SB3's defaults do not learn, this does not learn either: on 20 x 20 two minutes are too few for the first apple.
 
 To read it: `QNetwork` has SB3's layers and names, and the loop in `main` is SB3's `learn`, `collect_rollouts` and
@@ -20,21 +22,26 @@ import json
 import math
 import os
 import pickle
-import resource
+import pickletools
 import signal
-import subprocess
 import sys
+import threading
 import time
 import timeit
+import types
 import warnings
 import zipfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, count, islice, pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+# Before PyTorch loads: idle OpenMP threads sleep soon. By default they spin, and with one other busy process on two
+# cores the run then makes a third of its steps (benchmarks.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import gymnasium as gym
 import numpy as np
@@ -47,10 +54,13 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
-from envs.snake import VARIANTS
+from envs.snake import MOVES, VARIANTS, SnakeEnv
 
 SCRIPT = Path(__file__).stem
-EVAL_SEED = 2**31 - 1
+MOST_GAMES = 10_000  # of an evaluation, and side by side
+EVAL_SEED = 2**31 - MOST_GAMES  # the games of an evaluation have the seeds from here on, those of training lie below
+GIF_FRAMES = 1_000
+GIF_SIDE = 640  # pixels; larger frames are shrunk
 
 
 @dataclass
@@ -112,8 +122,6 @@ class Args:
     """share of random actions at the start"""
     exploration_final_eps: float = 0.05
     """share of random actions at the end"""
-    per_env_epsilon: bool = False
-    """every game draws for itself whether it explores; SB3 draws once for all of them"""
     max_grad_norm: float = 10.0
     """gradients are clipped to this norm"""
 
@@ -153,7 +161,7 @@ class Args:
     evaluate: str | None = None
     """no training: play --eval-episodes games with this checkpoint, run folder, or "latest" """
     import_sb3: str | None = None
-    """continue the training in this zip of Stable-Baselines3, with its hyperparameters where they are plain numbers"""
+    """continue the training in this zip of Stable-Baselines3 with its hyperparameters, for the time given here"""
     export_sb3: str | None = None
     """write a zip for stable_baselines3.DQN.load at the end"""
     render: bool = False
@@ -162,10 +170,10 @@ class Args:
     """write a GIF of a game at the end, or with --evaluate"""
     wandb: bool = False
     """mirror TensorBoard to Weights & Biases (pip install wandb)"""
-    profile: bool = False
-    """write a torch profiler trace of 20 rounds of the loop, and its longest operations, into the run folder"""
 
 
+COMMAND_LINE_ONLY = {"run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"}
+COMMAND_LINE_ONLY |= {"import_sb3", "export_sb3"}  # never from a checkpoint; nor an env id that names a module, a:b
 SETTINGS = {  # flags that can be set in the environment or in a file named .env
     "OPTIMAL_BATCH_SIZE": "batch_size",
     "USE_TORCH_COMPILE": "compile",
@@ -187,12 +195,16 @@ def settings() -> tuple[dict[str, int | bool], dict[str, str]]:
         text = os.environ.get(name, file.get(name))
         if text is None:
             continue
-        value, accepted = words.get(text.strip().lower()), "true, 1, yes, on, false, 0, no or off"
+        value = words.get(text.strip().lower())
+        accepted = "true, 1, yes, on, false, 0, no or off"
         if flag == "batch_size":
-            value, accepted = int(text) if text.strip().isdecimal() else None, "a whole number above 0"
-        if value is None or value == 0 and flag == "batch_size":
-            refuse(f"{name}={text} (in {place}): must be {accepted}")
-        values[flag], sources[flag] = value, f"{name} in {place}"
+            is_number = text.strip().isdecimal() and len(text) < 20 and int(text) > 0
+            value = int(text) if is_number else None
+            accepted = "a whole number above 0"
+        if value is None:
+            refuse(f"{name}={text[:40]} (in {place}): must be {accepted}")
+        values[flag] = value
+        sources[flag] = f"{name} in {place}"
     return values, sources
 
 
@@ -208,37 +220,69 @@ def resolve(args: Args, device: torch.device) -> Args:
 
     shares = {"gamma", "tau", "exploration_fraction", "exploration_initial_eps", "exploration_final_eps", "dropout"}
     may_be_0 = {"seed", "learning_starts", "learning_rate_end", "eval_every", "checkpoint_every", *shares} - {"tau"}
+    limits = dict.fromkeys(shares, 1) | {"num_envs": MOST_GAMES, "eval_episodes": MOST_GAMES, "threads": 256}
+    limits["seed"] = EVAL_SEED - min(args.num_envs, MOST_GAMES)  # each game has its own
     for name, value in vars(args).items():
         if type(value) in (int, float) and not (name == "gradient_steps" and value == -1):
-            highest = 1 if name in shares else 2**32 - 1 if name == "seed" else sys.maxsize
+            highest = limits.get(name, sys.maxsize)
             if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
                 lowest = "0 or more" if name in may_be_0 else "above 0"
-                refuse(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
+                refuse(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
     if args.bf16 and args.fp16:
         refuse("--bf16 --fp16: choose one of them")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         refuse(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
-    if args.render and not args.evaluate:
+    if args.render and args.evaluate is None:
         refuse("--render: shows a trained agent, so it needs --evaluate PATH")
-    if args.export_sb3 and not os.access(Path(args.export_sb3).absolute().parent, os.W_OK):
-        refuse(f"--export-sb3 {args.export_sb3}: its folder does not exist or cannot be written; another one works")
-    if args.import_sb3 and args.resume:
-        refuse("--import-sb3 --resume: both say where to go on; choose one of them")
+    sources = [name for name in ("resume", "evaluate", "import_sb3") if getattr(args, name) is not None]
+    if len(sources) > 1:
+        flags = " ".join(f"--{name.replace('_', '-')}" for name in sources)
+        refuse(f"{flags}: each says where the weights come from; choose one of them")
+    if args.num_envs > args.buffer_size:
+        refuse(f"--num-envs {args.num_envs}: one step of every game has to fit in --buffer-size {args.buffer_size}")
+    if args.export_sb3 is not None:
+        if args.evaluate is not None:
+            refuse("--export-sb3 --evaluate: a zip is written at the end of a training; --resume works")
+        check_writable("--export-sb3", args.export_sb3)
     return args
+
+
+def check_writable(flag: str, name: str) -> None:
+    """Found out by trying, and now: at the end of a run it would be too late."""
+    path = Path(name)
+    try:
+        is_new = not path.exists()
+        with open(path, "ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        refuse(f"{flag} {name!r}: cannot be written ({error}); the path of a zip in a folder that exists works")
+
+
+def board_of(args: Args) -> tuple[int, ...]:
+    sides = args.board.split("x")
+    if len(sides) != 2 or not all(side.isdecimal() and len(side) < 4 for side in sides):
+        refuse(f"--env-id {args.env_id} --board {args.board}: must be rows x columns; 20x20 works")
+    return tuple(int(side) for side in sides)
 
 
 def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> list[gym.Env]:
     """`num_envs` games. They are plain environments: at a few games a Python loop is faster than a batched one."""
-    kwargs: dict[str, Any] = {"render_mode": render_mode}
-    if args.board:
-        kwargs["board"] = tuple(int(side) for side in args.board.split("x") if side.isdecimal())
+    kwargs: dict[str, Any] = {}
+    if render_mode is not None:  # not every game has this parameter
+        kwargs["render_mode"] = render_mode
+    if args.board is not None:
+        kwargs["board"] = board_of(args)
     try:
         envs = [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(num_envs)]
-    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
-        board = f" --board {args.board}" if args.board else ""
-        refuse(f"--env-id {args.env_id}{board}: {error}; {', '.join(VARIANTS)} and Gymnasium's ids work")
+    except Exception as error:  # whatever the code of a game raises
+        board = "" if args.board is None else f" --board {args.board}"
+        reason = " ".join(str(error).split())[:200]
+        refuse(f"--env-id {args.env_id}{board}: {reason}; {', '.join(VARIANTS)} and Gymnasium's ids work")
     observations, actions = envs[0].observation_space, envs[0].action_space
-    if not isinstance(observations, gym.spaces.Box) or not isinstance(actions, gym.spaces.Discrete) or actions.start:
+    is_box = isinstance(observations, gym.spaces.Box) and len(observations.shape) > 0
+    if not is_box or not isinstance(actions, gym.spaces.Discrete) or actions.start:
         refuse(f"--env-id {args.env_id}: needs Box observations and Discrete actions, not {observations} and {actions}")
     image, shape = is_image(observations), observations.shape
     if args.policy == "CnnPolicy" and not (image and sorted(shape)[1] >= 36):
@@ -260,6 +304,16 @@ def is_image(space: gym.spaces.Box) -> bool:
 # ---------------------------------------------------------------------------------------------------- networks
 
 
+FLASH, EFFICIENT, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
+SDPA = {  # kernels to try, in this order
+    "auto": [FLASH, EFFICIENT, CUDNN],
+    "flash": [FLASH],
+    "efficient": [EFFICIENT],
+    "cudnn": [CUDNN],
+    "math": [],
+}
+
+
 class Transformer(nn.Module):
     """A token for every cell of a board (rows, columns, channels), two post-norm layers, and their mean (B, 128).
 
@@ -268,10 +322,10 @@ class Transformer(nn.Module):
 
     __module__ = SCRIPT
 
-    def __init__(self, observation_space: gym.spaces.Box, dropout: float = 0.1, sdpa: list | None = None) -> None:
+    def __init__(self, observation_space: gym.spaces.Box, dropout: float = 0.1, sdpa: str = "auto") -> None:
         super().__init__()
         self.features_dim, width, (rows, columns, channels) = 128, 64, observation_space.shape
-        self.sdpa = [*(sdpa or [SDPBackend.FLASH_ATTENTION]), SDPBackend.MATH]  # the last always runs
+        self.backends = [*SDPA[sdpa], SDPBackend.MATH]  # the last always runs
         self.embed = nn.Linear(channels, width)
         angles = torch.arange(max(rows, columns))[:, None] * 1e4 ** -torch.arange(0, 1, 4 / width)
         waves = torch.cat([angles.sin(), angles.cos()], 1)  # half of the width for the row, half for the column
@@ -281,8 +335,14 @@ class Transformer(nn.Module):
         self.layers, self.norm = nn.Sequential(*layers), nn.LayerNorm(width)
         self.out = nn.Sequential(nn.Linear(width, self.features_dim), nn.ReLU())
 
+    def kernel(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Name of the kernel that PyTorch picks here."""
+        q = torch.empty(1, 4, 16, 16, dtype=dtype, device=device)
+        with sdpa_kernel(self.backends, set_priority=True):
+            return SDPBackend(torch._fused_sdp_choice(q, q, q, dropout_p=self.layers[0].dropout.p)).name.lower()
+
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(self.sdpa):
+        with sdpa_kernel(self.backends, set_priority=True):
             x = self.layers(self.embed(obs.flatten(1, 2)) + self.place)
         return self.out(self.norm(x.mean(1)))
 
@@ -301,22 +361,6 @@ class NatureCNN(nn.Module):
         return self.linear(self.cnn(obs))
 
 
-def pick_sdpa(wanted: str, dtype: torch.dtype, device: torch.device, dropout: float = 0.0) -> list[SDPBackend]:
-    """The attention kernel asked for where it runs, else the first that does. Says which."""
-    names = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
-    q = torch.zeros(1, 1, 16, 16, dtype=dtype, device=device)
-    for name in sorted(names, key=lambda name: name != wanted):
-        backend = getattr(SDPBackend, names[name])
-        try:
-            with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):
-                F.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
-        except RuntimeError:
-            continue
-        asked = "" if wanted in ("auto", name) else f"--sdpa {wanted}: does not run in {dtype} on {device.type}; "
-        print(f"{asked}attention runs {'as written out' if name == 'math' else f'in the {name} kernel'}")
-        return [backend]
-
-
 def flat(module: nn.Module) -> torch.Tensor:
     """One vector that all weights of `module` become views of: to clip, to step and to copy costs one call each."""
     parts, sizes = list(module.parameters()), [weight.numel() for weight in module.parameters()]
@@ -326,15 +370,18 @@ def flat(module: nn.Module) -> torch.Tensor:
     return whole
 
 
+SHAPES = "--env-id, --board, --policy"  # what the shapes of its weights follow from
+
+
 class QNetwork(nn.Module):
     """Values (B, actions), fp32, of observations. Layers, their names and the order of their draws are SB3's."""
 
-    def __init__(self, args: Args, env: gym.Env, sdpa: list[SDPBackend] | None) -> None:
+    def __init__(self, args: Args, env: gym.Env) -> None:
         super().__init__()
         space, hidden = env.observation_space, []
         self.scale = 255 if is_image(space) else 1
         if args.policy == "transformer":
-            self.features_extractor, hidden = Transformer(space, args.dropout, sdpa), [128]
+            self.features_extractor, hidden = Transformer(space, args.dropout, args.sdpa), [128]
         elif args.policy == "CnnPolicy":
             self.features_extractor = NatureCNN(space.shape)
         else:
@@ -396,8 +443,13 @@ class Replay:
     On a CPU the rings are NumPy arrays that the tensors share: writing a row is then no tensor operation.
     """
 
+    NAMES = "obs", "next_obs", "action", "reward", "discount"
+
     def __init__(self, args: Args, space: gym.spaces.Box, device: torch.device) -> None:
-        self.rows, self.num_envs, self.row, self.held = max(args.buffer_size // args.num_envs, 1), args.num_envs, 0, 0
+        self.rows = args.buffer_size // args.num_envs
+        self.num_envs = args.num_envs
+        self.row = 0
+        self.held = 0
         shape = (self.rows, args.num_envs)
         obs = [(shape + space.shape, space.dtype)] * 2
         kinds = [*obs, (shape, np.dtype(np.int64)), (shape, np.dtype(np.float32)), (shape, np.dtype(np.float32))]
@@ -408,12 +460,19 @@ class Replay:
         self.rings = [ring.numpy() for ring in rings] if device.type == "cpu" else rings
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rings": self.flat, "row": self.row, "held": self.held}
+        return dict(zip(self.NAMES, self.flat)) | {"row": self.row, "held": self.held}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.row, self.held = saved["row"], saved["held"]
-        for ring, values in zip(self.flat, saved["rings"], strict=True):
-            ring.copy_(values)
+    def load_state_dict(self, saved: dict[str, Any], num_actions: int) -> None:
+        """Raises ValueError, before anything is changed, for values that no replay has."""
+        row, held = saved["row"], saved["held"]
+        if not (row < self.rows and (row == held or held == self.rows)):
+            raise ValueError(f"row {row} and {held} held of {self.rows} rows")
+        if not 0 <= int(saved["action"].min()) <= int(saved["action"].max()) < num_actions:
+            raise ValueError(f"actions must be 0 to {num_actions - 1}")
+        for name, ring in zip(self.NAMES, self.flat):
+            ring.copy_(saved[name])
+        self.row = row
+        self.held = held
 
     def store(self, *transition: np.ndarray) -> None:
         """One step of every game: obs, next_obs (final ones included), action, reward, discount."""
@@ -440,7 +499,7 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
     Score is what the game calls `score`, and the undiscounted return where it has none.
     """
     envs = make_envs(args, episodes)
-    obs = np.stack([env.reset(seed=EVAL_SEED - lane)[0] for lane, env in enumerate(envs)])
+    obs = np.stack([env.reset(seed=EVAL_SEED + lane)[0] for lane, env in enumerate(envs)])
     playing, scores = list(range(episodes)), [0.0] * episodes
     while playing:
         actions = q_network(torch.from_numpy(obs[playing]).to(device)).argmax(1).tolist()
@@ -473,120 +532,239 @@ def play(q_network: QNetwork, args: Args, device: torch.device, render_mode: str
         yield env.render()
 
 
-def write_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> str:
-    folder.mkdir(exist_ok=True)
+def write_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> None:
+    def images() -> Iterator[Image.Image]:
+        for frame in play(q_network, args, device, "rgb_array"):
+            image = Image.fromarray(frame)
+            image.thumbnail((GIF_SIDE, GIF_SIDE))  # only ever shrinks
+            yield image
+
+    frames = images()
+    more = islice(frames, GIF_FRAMES - 1)  # a snake that goes in circles would have thousands
     try:
-        first, *others = (Image.fromarray(frame) for frame in play(q_network, args, device, "rgb_array"))
-    except (gym.error.Error, AttributeError) as error:  # a package is missing, or the game has no pictures
-        return f"--video: {args.env_id} cannot be drawn ({error})"
-    first.save(folder / "game.gif", save_all=True, append_images=others, duration=80, loop=0)
-    return str(folder / "game.gif")
+        folder.mkdir(exist_ok=True)
+        next(frames).save(folder / "game.gif", save_all=True, append_images=more, duration=80, loop=0)
+        say(str(folder / "game.gif"))
+    except OSError as error:
+        say(f"--video: {folder} cannot be written ({error})")
+    except Exception as error:  # a package is missing, or the game has no pictures, or what its code raises
+        say(f"--video: {args.env_id} cannot be drawn ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
 
 
 def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, float]:
     """--evaluate: one game in the terminal (--render), or the scores of many and a GIF (--video)."""
     path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
-    try:
-        q_network.load_state_dict(saved["q_net"])
-    except (KeyError, RuntimeError):
-        refuse(f"--evaluate {args.evaluate}: --env-id, --board and --policy must be as they were")
+    expected = {"q_net": q_network.state_dict()}
+    refuse_if_different(f"--evaluate {args.evaluate}", saved, expected, SHAPES)
+    q_network.load_state_dict(saved["q_net"])
     q_network.eval()
     if args.render:
-        mode = "ansi" if "ansi" in make_envs(args, 1)[0].metadata["render_modes"] else "human"
-        for frame in play(q_network, args, device, mode):
-            if frame is not None:
-                print(f"\033[H\033[J{frame}", flush=True)
+        mode = "ansi" if "ansi" in make_envs(args, 1)[0].metadata.get("render_modes", []) else "human"
+        frames = play(q_network, args, device, mode)
+        try:
+            first = next(frames)
+        except Exception as error:  # a package is missing, or there is no screen
+            refuse(f"--render: {args.env_id} cannot be shown ({' '.join(str(error).split())[:200]})")
+        for frame in chain([first], frames):
+            if frame is not None:  # a game with a window draws into it
+                say(f"\033[H\033[J{frame}")
                 time.sleep(1 / 12)
         return {}
     scores = evaluate(q_network, args, args.eval_episodes, device)
-    print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
+    say("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
-        print(write_gif(q_network, args, device, path.parent / "videos"))
+        write_gif(q_network, args, device, path.parent / "videos")
     return scores
 
 
-def report(args: Args, sources: dict[str, str], active: dict[str, Any]) -> str:
-    """What each setting asks for, where that comes from, and what is at work."""
-    lines = [f"{'setting':18}{'asked':8}{'active':18}from"]
-    for flag in SETTINGS.values():
-        asked, source = getattr(args, flag), sources.get(flag, "the default")
-        lines.append(f"{flag:18}{asked!s:8}{active[flag]!s:18}{source}")
-    return "\n".join(lines)
+def put_back(env: SnakeEnv, state: dict[str, Any], obs: torch.Tensor) -> None:
+    """Go on with a saved game. Raises one of MALFORMED for what is no game of this board, seen as `obs`."""
+    plain = {name: value for name, value in env.state_dict().items() if name not in ("body", "free", "slot", "food")}
+    reason = difference({name: state[name] for name in plain}, plain)
+    if reason or len(state) != len(plain) + 4 or not state["heading"] < len(MOVES):
+        raise ValueError(reason or "other parts than a game has")
+    cells = [*state["body"], *state["free"]]
+    if state["food"] is not None:
+        cells.append(state["food"])
+    if any(type(cell) is not int for cell in cells) or sorted(cells) != list(range(env.rules.cells)):
+        raise ValueError("snake, food and free cells do not make a board")
+    slot = {cell: number for number, cell in enumerate(state["free"])}
+    env.load_state_dict(state | {"slot": slot})
+    if not np.array_equal(env.rules.observe(env.codes()), obs.numpy()):
+        raise ValueError("a game looks other than it is")
 
 
-def save_games(envs: list[gym.Env], obs: np.ndarray, returns: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
-    """Games and random states in plain values and tensors. Only the embedded games can be put back as they were."""
-    _, key, position, *_ = np.random.get_state()
-    return {
-        "envs": [env.unwrapped.state_dict() for env in envs] if hasattr(envs[0].unwrapped, "state_dict") else None,
-        "obs": torch.from_numpy(obs.copy()),
-        "returns": returns.tolist(),
-        "lengths": lengths.tolist(),
-        "actions": envs[0].action_space.np_random.bit_generator.state,
-        "numpy": [key.tolist(), position],
-        "torch": torch.get_rng_state(),
-    }
-
-
-def load_games(
-    saved: dict[str, Any], envs: list[gym.Env], obs: np.ndarray, returns: np.ndarray, lengths: np.ndarray
-) -> None:
-    if saved["obs"].shape != obs.shape:
-        refuse(f"--num-envs {len(envs)}: must be {len(saved['returns'])}, as it was")
-    envs[0].action_space.np_random.bit_generator.state = saved["actions"]
-    np.random.set_state(("MT19937", np.array(saved["numpy"][0], np.uint32), saved["numpy"][1]))
-    torch.set_rng_state(saved["torch"])
-    if saved["envs"] is None:
-        return print("the games start anew: this one cannot be put back to where it was")
-    for env, state in zip(envs, saved["envs"]):
-        env.unwrapped.load_state_dict(state)
-    obs[:], returns[:], lengths[:] = saved["obs"].numpy(), saved["returns"], saved["lengths"]
+MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
 # ------------------------------------------------------------------------------------ Stable-Baselines3's files
 
 
-PLAIN = "learning_rate buffer_size learning_starts batch_size tau gamma gradient_steps target_update_interval "
-PLAIN += "exploration_fraction exploration_initial_eps exploration_final_eps max_grad_norm"
-# hyperparameters that SB3 writes as plain numbers, under the names they have here
+PLAIN_HYPERPARAMETERS = "buffer_size learning_starts batch_size tau gamma gradient_steps target_update_interval "
+PLAIN_HYPERPARAMETERS += "exploration_fraction exploration_initial_eps exploration_final_eps max_grad_norm"
+# that SB3 writes as plain numbers, under the names they have here
+POLICIES = {  # by features extractor and policy class
+    ("Transformer", "DQNPolicy"): "transformer",
+    ("NatureCNN", "DQNPolicy"): "CnnPolicy",
+    ("NatureCNN", "CnnPolicy"): "CnnPolicy",
+    ("FlattenExtractor", "DQNPolicy"): "MlpPolicy",
+}
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}  # of its options, those that are on in PyTorch
 
 
-def read_sb3(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Plain data and state_dicts in a zip of SB3's DQN. Pickled objects in it are left alone, nothing is executed."""
+def read_sb3(path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Flags, counters and state_dicts in a zip of SB3's DQN; refuses one that cannot be gone on with here.
+
+    Pickled objects in it are left alone, nothing is executed: they are read as text, or as what their opcodes spell.
+    """
+    if not path:
+        refuse("--import-sb3 '': names nothing; a zip written by stable_baselines3's DQN works")
     try:
         with zipfile.ZipFile(path) as archive:
             data = json.loads(archive.read("data"))
             names = ("policy", "policy.optimizer")
             files = {name: io.BytesIO(archive.read(f"{name}.pth")) for name in names}
-            saved = {name: torch.load(file, map_location="cpu", weights_only=True) for name, file in files.items()}
+            with warnings.catch_warnings(action="ignore"):
+                saved = {name: torch.load(file, map_location="cpu", weights_only=True) for name, file in files.items()}
         if not any(name.startswith("q_net_target.") for name in saved["policy"]):
             raise ValueError("it is of another algorithm")
+        saved["observation_space"] = data["observation_space"]
+        return sb3_flags(data, saved["policy.optimizer"]), sb3_counters(data), saved
     except FileNotFoundError:
         refuse(f"--import-sb3 {path}: there is no such file; a zip written by stable_baselines3's DQN works")
+    except NotImplementedError as error:
+        refuse(f"--import-sb3 {path}: cannot be gone on with: {error}")
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         refuse(f"--import-sb3 {path}: not a whole zip of stable_baselines3's DQN ({reason})")
-    return data, saved
 
 
-def take_over(args: Args, networks: dict[str, QNetwork], optimizer: dict[str, torch.Tensor]) -> list[int | float]:
-    """Put a zip's weights and Adam's moments into ours; gives its steps, updates, calls, episodes and epsilon."""
-    data, saved = read_sb3(args.import_sb3)
-    try:
-        for name, network in networks.items():
-            network.load_state_dict({key: saved["policy"][f"{name}.{key}"] for key in network.state_dict()})
-        moments = saved["policy.optimizer"]["state"]
-        for name in ("exp_avg", "exp_avg_sq") if moments else ():
+def pickled_words(entry: dict[str, str]) -> list[str | int]:
+    """Names, words and whole numbers in a pickled object, in order. It is read, not executed."""
+    kinds = ("GLOBAL", "BINUNICODE", "SHORT_BINUNICODE", "UNICODE", "INT", "BININT", "BININT1", "BININT2")
+    words = []
+    for opcode, argument, _ in pickletools.genops(base64.b64decode(entry[":serialized:"])):
+        if opcode.name in kinds:
+            words += argument.split(" ") if opcode.name == "GLOBAL" else [argument]
+    return words
+
+
+def sb3_flags(data: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Flags that say what a zip's hyperparameters say. NotImplementedError, with the reason, where none does."""
+
+    def number(name: str, value: Any, *kinds: type) -> int | float:
+        if type(value) not in kinds:
+            text = value.get(":type:") if isinstance(value, dict) else value
+            kind = " or ".join(kind.__name__ for kind in kinds)
+            raise NotImplementedError(f"its {name} is {str(text)[:60]}; only a plain {kind} works here")
+        return value
+
+    def demand(name: str, found: Any, *works: Any) -> None:
+        if found not in works:
+            only = " or ".join(str(value) for value in works)
+            raise NotImplementedError(f"its {name} is {str(found)[:60]}; only {only} works here")
+
+    hints = get_type_hints(Args)
+    flags = {}
+    for name in PLAIN_HYPERPARAMETERS.split():
+        kinds = (float, int) if hints[name] is float else (int,)
+        flags[name] = number(name, data[name], *kinds)
+    flags["num_envs"] = number("n_envs", data["n_envs"], int)
+    if data.get("seed") is not None:
+        flags["seed"] = number("seed", data["seed"], int)
+
+    rate = data["learning_rate"]
+    if isinstance(rate, dict) and rate[":type:"].endswith(".Cosine'>"):
+        flags["lr_schedule"] = "cosine"
+        flags["learning_rate"] = number("learning_rate", rate["start"], float, int)
+        flags["learning_rate_end"] = number("learning_rate", rate["end"], float, int)
+    else:
+        flags["learning_rate"] = number("learning_rate", rate, float, int)
+
+    frequency = data["train_freq"]
+    if type(frequency) is int:
+        flags["train_freq"] = frequency
+    else:
+        words = pickled_words(frequency)
+        (flags["train_freq"],) = (word for word in words if type(word) is int)
+        demand("train_freq", words[-1], "step")
+
+    policy = data["policy_kwargs"]
+    extractor = policy.get("features_extractor_class", "FlattenExtractor").split(".")[-1].removesuffix("'>")
+    module, policy_class = pickled_words(data["policy_class"])
+    if policy_class == "CnnPolicy" and "features_extractor_class" not in policy:
+        extractor = "NatureCNN"
+    demand("policy_class", module, "stable_baselines3.dqn.policies")
+    demand("features extractor and policy_class", (extractor, policy_class), *POLICIES)
+    flags["policy"] = POLICIES[extractor, policy_class]
+    options = policy.get("features_extractor_kwargs", {})
+    if flags["policy"] == "transformer":
+        flags["dropout"] = number("dropout", options.get("dropout", Args.dropout), float, int)
+        demand("features_extractor_kwargs", sorted(options), [], ["dropout"])
+    else:
+        demand("features_extractor_kwargs", options, {})
+    demand("activation_fn", policy.get("activation_fn", str(nn.ReLU)), str(nn.ReLU))
+    demand("normalize_images", policy.get("normalize_images", True), True)
+    demand("optimizer_class", policy.get("optimizer_class", str(torch.optim.Adam)), str(torch.optim.Adam))
+    known = "features_extractor_class features_extractor_kwargs activation_fn normalize_images optimizer_class "
+    known += "optimizer_kwargs net_arch :type: :serialized:"  # the latter two show in the optimizer and the weights
+    demand("policy_kwargs", sorted(set(policy) - set(known.split())), [])
+
+    (group,) = optimizer["param_groups"]
+    for option in set(group) - set("lr initial_lr params foreach fused capturable differentiable".split()):
+        value = tuple(group[option]) if option == "betas" else group[option]
+        demand(f"optimizer's {option}", value, ADAM.get(option, False))
+    demand("optimizer", set(ADAM) <= set(group), True)
+
+    demand("n_steps", data.get("n_steps", 1), 1)
+    demand("optimize_memory_usage", data.get("optimize_memory_usage", False), False)
+    demand("replay_buffer_kwargs", data.get("replay_buffer_kwargs") or {}, {}, {"handle_timeout_termination": True})
+    if data.get("replay_buffer_class") is not None:
+        demand("replay_buffer_class", pickled_words(data["replay_buffer_class"])[-1], "ReplayBuffer")
+    return flags
+
+
+def sb3_counters(data: dict[str, Any]) -> dict[str, Any]:
+    counters = {
+        "global_step": data["num_timesteps"],
+        "updates": data["_n_updates"],
+        "calls": data["_n_calls"],
+        "episodes": data["_episode_num"],
+        "epsilon": float(data["exploration_rate"]),
+    }
+    reason = difference(counters, {"global_step": 0, "updates": 0, "calls": 0, "episodes": 0, "epsilon": 0.0})
+    if reason:
+        raise ValueError(reason)
+    return counters
+
+
+def import_sb3_zip(
+    args: Args, space: gym.spaces.Box, networks: dict[str, QNetwork], optimizer: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Put a zip's weights and Adam's moments into ours, all checked before; gives its counters."""
+    _, counters, saved = read_sb3(args.import_sb3)
+    asked = f"--import-sb3 {args.import_sb3}"
+    weights = {f"{name}.{key}": value for name, net in networks.items() for key, value in net.state_dict().items()}
+    expected = {"policy": weights, "state": {}}
+    moments = saved["policy.optimizer"].get("state")
+    if moments:  # none before the first update
+        expected["state"] = adam_state(list(networks["q_net"].parameters()))
+    refuse_if_different(asked, {"policy": saved["policy"], "state": moments}, expected, SHAPES)
+    for name, ours in (("_shape", list(space.shape)), ("dtype", str(space.dtype))):
+        theirs = saved["observation_space"].get(name, ours)
+        if theirs != ours:
+            refuse(f"{asked}: does not fit (it sees {theirs}, --env-id {args.env_id} shows {ours})")
+    for name, network in networks.items():
+        network.load_state_dict({key: saved["policy"][f"{name}.{key}"] for key in network.state_dict()})
+    if moments:
+        steps = {moment["step"].item() for moment in moments.values()}
+        if len(steps) > 1 or min(steps) < 1:
+            refuse(f"{asked}: does not fit (Adam has made {sorted(steps)} steps, as a number it has to be one)")
+        for name in ("exp_avg", "exp_avg_sq"):
             optimizer[name].copy_(torch.cat([moments[number][name].flatten() for number in sorted(moments)]))
-            optimizer["step"].copy_(moments[0]["step"])
-    except (KeyError, RuntimeError, ValueError) as error:
-        reason = f"({str(error).strip().splitlines()[-1].strip()})"
-        refuse(f"--import-sb3 {args.import_sb3}: does not fit --env-id {args.env_id} --policy {args.policy} {reason}")
-    counters = [data.get(f"_{name}", 0) for name in ("n_updates", "n_calls", "episode_num")]
-    counters = [data.get("num_timesteps", 0), *counters, data.get("exploration_rate", 0.0)]
-    print(
-        f"{args.import_sb3}: goes on after {counters[0]:,} steps and {counters[1]:,} updates; the replay starts empty"
-    )
+        optimizer["step"].fill_(steps.pop())
+    done = f"{counters['global_step']:,} steps and {counters['updates']:,} updates"
+    say(f"{args.import_sb3}: goes on after {done}; the replay starts empty")
     return counters
 
 
@@ -596,43 +774,68 @@ def write_sb3(
     env: gym.Env,
     networks: dict[str, QNetwork],
     optimizer: dict[str, torch.Tensor],
-    counters: dict,
+    counters: dict[str, Any],
 ) -> None:
     """A zip that `stable_baselines3.DQN.load` understands. SB3 is named in it, not imported here."""
 
-    def pickled(value: Any) -> dict[str, str]:
-        return {":type:": str(type(value)), ":serialized:": base64.b64encode(pickle.dumps(value)).decode()}
+    def pickled(value: Any, **plain: Any) -> dict[str, Any]:
+        """With what SB3 writes beside it in plain text."""
+        serialized = base64.b64encode(pickle.dumps(value)).decode()
+        return {":type:": str(type(value)), ":serialized:": serialized, **plain}
+
+    def named(kind: str, text: str) -> dict[str, str]:
+        """A pickle written by hand, of what is SB3's."""
+        return {":type:": f"<class '{kind}'>", ":serialized:": base64.b64encode(text.encode()).decode()}
 
     sys.modules.setdefault(SCRIPT, sys.modules[__name__])  # what is pickled here is looked up there
+    data = {name: getattr(args, name) for name in [*PLAIN_HYPERPARAMETERS.split(), "learning_rate", "seed"]} | counters
     policy = "CnnPolicy" if args.policy == "CnnPolicy" else "DQNPolicy"
-    reference = base64.b64encode(f"cstable_baselines3.dqn.policies\n{policy}\n.".encode()).decode()
-    extractor = {"features_extractor_class": Transformer, "features_extractor_kwargs": {"dropout": args.dropout}}
-    data = {name: getattr(args, name) for name in [*PLAIN.split(), "train_freq", "seed"]} | counters
-    data |= {
-        "policy_class": {":type:": "<class 'abc.ABCMeta'>", ":serialized:": reference},
-        "policy_kwargs": pickled(extractor | {"net_arch": [128]}) if args.policy == "transformer" else {},
-        "observation_space": pickled(env.observation_space),
-        "action_space": pickled(env.action_space),
-        "n_envs": args.num_envs,
-        "verbose": 0,
-    }
+    data["policy_class"] = named("abc.ABCMeta", f"cstable_baselines3.dqn.policies\n{policy}\n.")
+    data["policy_kwargs"] = {}
+    if args.policy == "transformer":
+        options = {"dropout": args.dropout}
+        kwargs = {"features_extractor_class": Transformer, "features_extractor_kwargs": options, "net_arch": [128]}
+        plain = {"features_extractor_class": str(Transformer), "features_extractor_kwargs": options, "net_arch": [128]}
+        data["policy_kwargs"] = pickled(kwargs, **plain)
     if args.lr_schedule == "cosine":
-        data["learning_rate"] = pickled(Cosine(args.learning_rate, args.learning_rate_end))
-    policy = {f"{name}.{key}": value.cpu() for name, net in networks.items() for key, value in net.state_dict().items()}
-    weights, step = list(networks["q_net"].parameters()), optimizer["step"].cpu().float()
-    parts = {name: optimizer[name].cpu().split([w.numel() for w in weights]) for name in ("exp_avg", "exp_avg_sq")}
-    state = {
-        number: {"step": step} | {name: part[number].view_as(weight) for name, part in parts.items()}
-        for number, weight in enumerate(weights if step else [])
-    }
-    group = torch.optim.Adam(weights, args.learning_rate).state_dict()["param_groups"]
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("data", json.dumps(data, indent=4))
-        for name, part in (("policy", policy), ("policy.optimizer", {"state": state, "param_groups": group})):
-            file = io.BytesIO()
-            torch.save(part, file)
-            archive.writestr(f"{name}.pth", file.getvalue())
-        archive.writestr("_stable_baselines3_version", "2.9.2")
+        cosine = Cosine(args.learning_rate, args.learning_rate_end)
+        data["learning_rate"] = pickled(cosine, start=cosine.start, end=cosine.end)
+    module = "stable_baselines3.common.type_aliases"
+    unit = f"c{module}\nTrainFrequencyUnit\n(Vstep\ntR"
+    data["train_freq"] = named(f"{module}.TrainFreq", f"c{module}\nTrainFreq\n(I{args.train_freq}\n{unit}tR.")
+    space = env.observation_space
+    data["observation_space"] = pickled(space, _shape=list(space.shape), dtype=str(space.dtype))
+    data["action_space"] = pickled(env.action_space)
+    data["n_envs"] = args.num_envs
+    data["n_steps"] = 1
+    data["verbose"] = 0
+
+    weights = {f"{name}.{key}": value for name, net in networks.items() for key, value in net.state_dict().items()}
+    weights = {name: weight.cpu() for name, weight in weights.items()}
+    online = list(networks["q_net"].parameters())
+    step = optimizer["step"].cpu().float().view(())
+    sizes = [weight.numel() for weight in online]
+    exp_avg = optimizer["exp_avg"].cpu().split(sizes)
+    exp_avg_sq = optimizer["exp_avg_sq"].cpu().split(sizes)
+    state = {}
+    if step > 0:
+        for number, weight in enumerate(online):
+            moments = {"exp_avg": exp_avg[number].view_as(weight), "exp_avg_sq": exp_avg_sq[number].view_as(weight)}
+            state[number] = {"step": step.clone(), **moments}
+    group = torch.optim.Adam(online, args.learning_rate).state_dict()["param_groups"]
+
+    temporary = Path(path).with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with zipfile.ZipFile(temporary, "w") as archive:
+            archive.writestr("data", json.dumps(data, indent=4))
+            for name, part in (("policy", weights), ("policy.optimizer", {"state": state, "param_groups": group})):
+                file = io.BytesIO()
+                torch.save(part, file)
+                archive.writestr(f"{name}.pth", file.getvalue())
+            archive.writestr("_stable_baselines3_version", "2.9.2")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------- blocks that all scripts share, letter for letter
@@ -644,6 +847,15 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def say(line: str, end: str = "\n") -> None:
+    """Print. When nobody reads any more (`| head`), the run is stopped as by SIGTERM: it saves, and is silent."""
+    try:
+        print(line, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.raise_signal(signal.SIGTERM)
+
+
 def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
     """Refuse storage of `value` * `each` + `fixed` bytes that does not fit; says which multiple of `unit` does."""
     if device.type == "cuda":
@@ -652,7 +864,7 @@ def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, 
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
     needed, most = value * each + fixed, (0.9 * room - fixed) // each // unit * unit
     if value > most:
-        works = f"at most {most:.0f} works" if most > 0 else "fewer games work"
+        works = f"at most {most:.0f} works" if most > 0 else "smaller sizes of everything else might"
         refuse(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; {works}")
 
 
@@ -667,18 +879,18 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-            print("--bf16: this GPU has no units for it; fp32 is used instead")
+            say("--bf16: this GPU has no units for it; fp32 is used instead")
             return torch.float32
         return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
     for flag, asked in (("--fp16", fp16), ("--tf32", tf32)):
         if asked:
-            print(f"{flag}: needs CUDA; fp32 is used instead")
+            say(f"{flag}: needs CUDA; fp32 is used instead")
     if bf16:
         matrices = (torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
         half, full = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in matrices)
         if half < full:
             return torch.bfloat16
-        print(f"--bf16: matmuls take {half / full:.0f} times as long as in fp32 on this CPU; fp32 is used instead")
+        say(f"--bf16: matmuls take {half / full:.0f} times as long as in fp32 on this CPU; fp32 is used instead")
     return torch.float32
 
 
@@ -689,7 +901,7 @@ def compiled(function: Callable, mode: str, *example: torch.Tensor, **options: A
         fast(*example)
         return fast
     except Exception as error:
-        print(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
+        say(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
         return function
 
 
@@ -749,9 +961,95 @@ class Stopwatch:
         return seconds
 
 
+class Interrupts:
+    """Ctrl-C and SIGTERM. The first ends the loop after its round, or at once what runs `with interrupts.at_once()`.
+
+    The second ends the program.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.raises = 0, False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.interrupt)
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def interrupt(self, number: int, frame: Any) -> None:
+        self.count += 1
+        if self.raises or self.count > 1:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        self.raises = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.count = max(self.count, 1)
+        finally:
+            self.raises = False
+
+
+@contextmanager
+def process_restored() -> Iterator[None]:
+    """At the end, put back what a run sets for its whole process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    excepthook = threading.excepthook
+
+    def hook(what: Any) -> None:
+        if not isinstance(what.exc_value, OSError):  # TensorBoard's thread on a full disk: `write_scalars` says it
+            excepthook(what)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = excepthook
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_flush_denormal(False)
+
+
+def make_run_folder(args: Args) -> Path:
+    """A folder that no other run has. Whoever creates args.json in it owns it, also of two that start at once."""
+    name = args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in count(1):
+        folder = Path(args.run_dir) / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "args.json", "x") as file:
+                json.dump({"script": SCRIPT, **vars(args)}, file, indent=2)
+            return folder
+        except FileExistsError:
+            if args.run_name:
+                refuse(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
+        except OSError as error:
+            refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+
+
+def write_json(path: Path, values: dict) -> None:
+    try:
+        path.write_text(json.dumps(values, indent=2))
+    except OSError as error:
+        print(f"{path}: could not be written ({error.strerror})", file=sys.stderr)
+
+
+def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
+    """Into TensorBoard. A disk that is full, or was for a moment, is no reason to end a run."""
+    try:
+        for tag, value in scalars.items():
+            writer.add_scalar(tag, value, step)
+    except OSError as error:
+        print(f"{writer.log_dir}: could not be logged to ({error.strerror}); the run goes on", file=sys.stderr)
+
+
 def save_checkpoint(path: Path, state: dict) -> None:
     """Write tensors and plain values to `path`. The file that was there stays whole until the new one is."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")  # of this process: two may write into one folder
     try:
         with open(temporary, "wb") as file:
             torch.save(state, file)
@@ -759,17 +1057,25 @@ def save_checkpoint(path: Path, state: dict) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         reason = str(error).strip().splitlines()[0]
         print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
 
 
 def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
     """The file, the run folder's or the "latest" checkpoint of this script. Nothing in the file is executed."""
+
+    def is_ours(file: Path) -> bool:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            return json.loads((file.parent / "args.json").read_text())["script"] == SCRIPT
+        return False
+
+    if not name:
+        refuse(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
     path = Path(name)
     if name == "latest":
-        found = Path(run_dir).glob("*/checkpoint.pt")
-        ours = [file for file in found if f'"script": "{SCRIPT}"' in (file.parent / "args.json").read_text()]
+        ours = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
         path = max(ours, key=lambda file: file.stat().st_mtime, default=Path(run_dir))
     path = path / "checkpoint.pt" if path.is_dir() else path
     if not path.is_file():
@@ -779,41 +1085,119 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
             state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             raise ValueError(f"it is one of {state['script']}.py")
+        if not isinstance(state["args"], dict):
+            raise ValueError("its args are no dict")
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({reason})")
     return path, state
 
 
-def machine(device: torch.device) -> dict[str, str | float]:
-    """What a result depends on besides the flags."""
-    commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    cuda, peak_kib = device.type == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else f"cpu, {torch.get_num_threads()} threads",
-        "peak_memory_gib": (torch.cuda.max_memory_allocated(device) if cuda else 1024 * peak_kib) / 2**30,
-        "torch": torch.__version__,
-        "git_commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip() or "unknown",
-    }
+def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
+    """The flags of a checkpoint's run, but for those that name files or say what to do: they are the user's alone."""
+
+    def is_a(value: Any, hint: Any) -> bool:
+        if isinstance(hint, types.UnionType):
+            return any(is_a(value, part) for part in get_args(hint))
+        if get_origin(hint) is Literal:
+            return type(value) in (str, int) and value in get_args(hint)
+        return type(value) is hint or (hint is float and type(value) is int)
+
+    hints = get_type_hints(Args)
+    if set(saved) != set(hints):
+        names = ", ".join(sorted(str(name) for name in set(saved) ^ set(hints))[:5])
+        refuse(f"{flag} {name}: made by another version of {SCRIPT}.py, with other flags ({names})")
+    for key, value in saved.items():
+        if not is_a(value, hints[key]):
+            refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py (its {key} is {str(value)[:40]!r})")
+    return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
 
 
+def difference(saved: Any, expected: Any, name: str = "it") -> str | None:
+    """The first place in which `saved`, which was loaded, is not built as `expected` is; None if there is none.
+
+    Names, types, lengths, dtypes and shapes must be the same, tensors dense, on the CPU and finite, whole numbers not
+    negative.
+    """
+    kinds = [dict if isinstance(value, dict) else type(value) for value in (saved, expected)]
+    if kinds[0] is not kinds[1]:
+        return f"{name} is of type {kinds[0].__name__}, not {kinds[1].__name__}"
+    if isinstance(expected, torch.Tensor):
+        if saved.layout != torch.strided or saved.device.type != "cpu":
+            return f"{name} is not dense"
+        if saved.dtype != expected.dtype or saved.shape != expected.shape:
+            return f"{name} is {saved.dtype} {list(saved.shape)}, not {expected.dtype} {list(expected.shape)}"
+        if saved.is_floating_point() and not saved.isfinite().all():
+            return f"{name} is not finite"
+    elif isinstance(expected, dict):
+        if set(saved) != set(expected):
+            return f"{name} has other parts: {', '.join(sorted(str(key) for key in set(saved) ^ set(expected))[:5])}"
+        parts = (difference(saved[key], expected[key], f"{name}.{key}".removeprefix("it.")) for key in expected)
+        return next(filter(None, parts), None)
+    elif isinstance(expected, (list, tuple)):
+        if len(saved) != len(expected):
+            return f"{name} has {len(saved)} parts, not {len(expected)}"
+        parts = (difference(*pair, f"{name}.{number}") for number, pair in enumerate(zip(saved, expected)))
+        return next(filter(None, parts), None)
+    elif type(saved) in (int, float) and not (math.isfinite(saved) and (saved >= 0 or type(saved) is float)):
+        return f"{name} is {saved}"
+    return None
+
+
+def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
+    """Refuse a checkpoint whose parts are not built as `expected`; `flags` are those that decide it."""
+    for name, part in expected.items():
+        reason = difference(saved[name], part, name) if name in saved else f"there is no {name}"
+        if reason:
+            refuse(f"{asked}: does not fit ({reason}); {flags} must be as they were")
+
+
+def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """What Adam's state looks like after an update."""
+    names = "exp_avg", "exp_avg_sq"
+    return {n: {"step": torch.zeros(()), **dict.fromkeys(names, weight.detach())} for n, weight in enumerate(weights)}
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """The most that this run has taken: of the GPU, or of the machine (None on Windows, which does not tell)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+@process_restored()
 def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     started = time.perf_counter()
+    interrupts = Interrupts()
     device = pick_device(args.device)
     args = resolve(args, device)
     torch.set_num_threads(args.threads)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
-    dropout = args.dropout if args.policy == "transformer" else 0.0
-    sdpa = pick_sdpa(args.sdpa, dtype, device, dropout) if args.policy == "transformer" else None
     envs = make_envs(args, args.num_envs)
-    q_network = QNetwork(args, envs[0], sdpa).to(device)
-    if args.evaluate:
+    q_network = QNetwork(args, envs[0]).to(device)
+    if args.evaluate is not None:
         return show(q_network, args, device)
 
+    sdpa = None
+    if args.policy == "transformer":
+        sdpa = q_network.features_extractor.kernel(dtype, device)
+        asked = "" if args.sdpa in ("auto", sdpa.split("_")[0]) else f"--sdpa {args.sdpa}: does not run here; "
+        say(f"{asked}attention runs in {sdpa}")
+
     # --- what a run is made of ------------------------------------------------------------------------------------
-    target_network = QNetwork(args, envs[0], sdpa).to(device).requires_grad_(False).eval()
+    target_network = QNetwork(args, envs[0]).to(device).requires_grad_(False).eval()
     target_network.load_state_dict(q_network.state_dict())
     parts, weights, target_weights = list(q_network.parameters()), flat(q_network), flat(target_network)
     actor = copy.deepcopy(q_network).requires_grad_(False).eval()  # acts without dropout, with the weights that learn
@@ -827,8 +1211,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     cosine = Cosine(args.learning_rate, args.learning_rate_end)
     replay = Replay(args, envs[0].observation_space, device)
     index = torch.zeros(args.batch_size, dtype=torch.int64, device=device)  # what the next update learns from
-    learned = torch.zeros(3, device=device)
-    loss_sum, skipped, streak = learned.unbind()  # since the last log, updates skipped too; updates skipped in a row
+    loss_sum = torch.zeros(1, device=device)  # since the last log
     watch = Stopwatch(device)
 
     actions = envs[0].action_space
@@ -839,64 +1222,128 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     returns, lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
     finished = deque(maxlen=100)  # return, length and score of the last games, as in SB3's curves
 
-    # --- run folder -----------------------------------------------------------------------------------------------
-    folder = Path(args.run_dir) / (args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    if args.resume:
-        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
-        folder = path.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "args.json").write_text(json.dumps({"script": SCRIPT, **vars(args)}, indent=2))
-    except OSError as error:
-        refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+    # --- a new run, or the rest of one ----------------------------------------------------------------------------
+    networks = {"q_net": q_network, "q_net_target": target_network}
+    optimizer = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": adam_step, "loss_scale": loss_scale}
+    global_step, updates, calls, episodes = 0, 0, 0, 0
+    epsilon = 0.0
+    seconds_before = 0.0
+    imported_steps, imported_episodes = 0, 0  # of a zip: --total-timesteps and --episodes count from there
 
+    def elapsed() -> float:
+        return seconds_before + time.perf_counter() - started
+
+    def run_state() -> dict[str, Any]:
+        """All there is to a run, as tensors and plain values. Of games, only Snake can be put back to where it was."""
+        _, numpy_key, numpy_position, *_ = np.random.get_state()
+        state = {
+            "q_net": q_network.state_dict(),
+            "q_net_target": target_network.state_dict(),
+            "optimizer": optimizer,
+            "envs": [env.unwrapped.state_dict() for env in envs] if isinstance(envs[0].unwrapped, SnakeEnv) else None,
+            "obs": torch.from_numpy(obs.copy()),
+            "returns": returns.tolist(),
+            "lengths": lengths.tolist(),
+            "action_space": actions.np_random.bit_generator.state,
+            "numpy_key": torch.from_numpy(numpy_key.astype(np.int64)),
+            "numpy_position": numpy_position,
+            "torch": torch.get_rng_state(),
+            "global_step": global_step,
+            "updates": updates,
+            "calls": calls,
+            "episodes": episodes,
+            "epsilon": epsilon,
+            "imported_steps": imported_steps,
+            "imported_episodes": imported_episodes,
+            "elapsed": elapsed(),
+        }
+        if args.checkpoint_replay:
+            state["replay"] = replay.state_dict()
+        return state
+
+    def load_run_state(saved: dict[str, Any]) -> None:
+        """Checks everything first: what does not fit is refused before anything is changed."""
+        nonlocal global_step, updates, calls, episodes, epsilon, imported_steps, imported_episodes, seconds_before
+        asked, expected = f"--resume {args.resume}", run_state()
+        del expected["envs"]
+        if args.checkpoint_replay and "replay" not in saved:
+            del expected["replay"]
+        refuse_if_different(asked, saved, expected, f"{SHAPES} and --num-envs")
+        try:
+            torch.Generator().set_state(saved["torch"])
+            np.random.PCG64().state = saved["action_space"]
+            if int(saved["numpy_key"].max()) >= 2**32 or int(saved["numpy_key"].min()) < 0:
+                raise ValueError("NumPy's numbers are out of range")
+            if saved["numpy_position"] > len(saved["numpy_key"]):
+                raise ValueError(f"NumPy is at number {saved['numpy_position']}")
+            if saved["envs"] is not None:
+                for env, state, seen in zip(envs, saved["envs"], saved["obs"], strict=True):
+                    put_back(env.unwrapped, state, seen)
+            if "replay" in expected:
+                replay.load_state_dict(saved["replay"], int(actions.n))
+        except MALFORMED as error:
+            refuse(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({type(error).__name__}: {error})")
+        for name, network in networks.items():
+            network.load_state_dict(saved[name])
+        for name, tensor in optimizer.items():
+            tensor.copy_(saved["optimizer"][name])
+        torch.set_rng_state(saved["torch"])
+        np.random.set_state(("MT19937", saved["numpy_key"].numpy().astype(np.uint32), saved["numpy_position"]))
+        actions.np_random.bit_generator.state = saved["action_space"]
+        if saved["envs"] is None:
+            say("the games start anew: these cannot be put back to where they were")
+        else:
+            obs[:] = saved["obs"].numpy()
+            returns[:] = saved["returns"]
+            lengths[:] = saved["lengths"]
+        if "replay" not in expected:
+            say("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
+        global_step = saved["global_step"]
+        updates = saved["updates"]
+        calls = saved["calls"]
+        episodes = saved["episodes"]
+        epsilon = saved["epsilon"]
+        imported_steps = saved["imported_steps"]
+        imported_episodes = saved["imported_episodes"]
+        seconds_before = saved["elapsed"]
+
+    folder = None
+    if args.resume is not None:
+        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
+        load_run_state(saved)
+        folder = path.parent
+        write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
+        for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
+            unfinished.unlink(missing_ok=True)
+    if args.import_sb3 is not None:
+        counters = import_sb3_zip(args, envs[0].observation_space, networks, optimizer)
+        global_step = imported_steps = counters["global_step"]
+        episodes = imported_episodes = counters["episodes"]
+        updates = counters["updates"]
+        calls = counters["calls"]
+        epsilon = counters["epsilon"]
     if args.wandb:
         try:
             import wandb
         except ImportError:
             refuse("--wandb: its package is missing; pip install wandb")
+    folder = folder or make_run_folder(args)
+    if args.wandb:
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-    profiler = None
-    if args.profile:
-        profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=100, warmup=5, active=20, repeat=1))
-        profiler.start()
 
-    interrupts = []
-    for number in (signal.SIGINT, signal.SIGTERM):  # the second one ends the program at once
-        signal.signal(number, lambda number, _: (interrupts.append(number), signal.signal(number, signal.SIG_DFL)))
-
-    # --- a new run, or the rest of one ----------------------------------------------------------------------------
-    networks = {"q_net": q_network, "q_net_target": target_network}
-    stateful = networks | ({"replay": replay} if args.checkpoint_replay else {})
-    optimizer = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": adam_step, "loss_scale": loss_scale}
-    global_step, updates, calls, episodes, epsilon, seconds_before, earlier = 0, 0, 0, 0, 0.0, 0.0, 0
-    if args.resume:
-        try:
-            for name, part in stateful.items():
-                part.load_state_dict(saved[name])
-            for name, tensor in optimizer.items():
-                tensor.copy_(saved["optimizer"][name])
-        except (KeyError, RuntimeError, ValueError):
-            refuse(f"--resume {args.resume}: --env-id, --board, --policy and --checkpoint-replay must be as they were")
-        if not args.checkpoint_replay:
-            print("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
-        global_step, updates, calls, episodes, epsilon, seconds_before, earlier = saved["counters"]
-        load_games(saved["games"], envs, obs, returns, lengths)
-    elif args.import_sb3:
-        global_step, updates, calls, episodes, epsilon = take_over(args, networks, optimizer)
-        earlier = global_step
-    first_step, first_update = logged_step, logged_update = global_step, updates
+    first_step = logged_step = global_step
+    first_update = logged_update = updates
     scores, precision = {}, str(dtype).removeprefix("torch.")
     writer = SummaryWriter(folder, purge_step=global_step)
     writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
-    print(f"{folder} on {machine(device)['device']}")
-
-    def elapsed() -> float:
-        return seconds_before + time.perf_counter() - started
+    threads = f"cpu, {torch.get_num_threads()} threads"
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    say(f"{folder} on {device_name}")
 
     def progress() -> float:
-        done = global_step / (args.total_timesteps + earlier if args.total_timesteps else math.inf)
-        return max(done, episodes / (args.episodes or math.inf), elapsed() / (args.max_seconds or math.inf))
+        steps = global_step / (imported_steps + (args.total_timesteps or math.inf))
+        games = episodes / (imported_episodes + (args.episodes or math.inf))
+        return max(steps, games, elapsed() / (args.max_seconds or math.inf))
 
     def due(what: str) -> bool:
         every = getattr(args, f"{what}_every")
@@ -908,22 +1355,27 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     def save() -> None:
         if not weights.isfinite().all():
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        state = {name: part.state_dict() for name, part in stateful.items()} | {"optimizer": optimizer}
-        state |= {"script": SCRIPT, "args": vars(args), "games": save_games(envs, obs, returns, lengths)}
-        state |= {"counters": [global_step, updates, calls, episodes, epsilon, elapsed(), earlier]}
-        save_checkpoint(folder / "checkpoint.pt", state)
+        save_checkpoint(folder / "checkpoint.pt", {"script": SCRIPT, "args": vars(args), **run_state()})
+
+    def export() -> None:
+        state = {"num_timesteps": global_step, "_n_updates": updates, "_n_calls": calls, "_episode_num": episodes}
+        state |= {"exploration_rate": epsilon, "_current_progress_remaining": 1 - min(progress(), 1)}
+        try:
+            write_sb3(args.export_sb3, args, envs[0], networks, optimizer, state)
+            say(f"{args.export_sb3}: stable_baselines3.DQN.load reads it")
+        except Exception as error:  # a full disk, or a game whose spaces cannot be pickled
+            print(f"--export-sb3 {args.export_sb3}: could not be written ({error})", file=sys.stderr)
 
     def log() -> None:
         seconds = watch.read()
         steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
-        loss, lost, in_a_row = learned.tolist()
-        learned[:2] = 0
+        loss = loss_sum.item()
+        loss_sum.zero_()
         scalars = {
             "charts/SPS": steps / wall,
             "charts/updates_per_second": learns / wall,
             "charts/samples_per_second": learns * args.batch_size / wall,
             "charts/replay_ratio": learns * args.batch_size / steps,
-            "losses/skipped_updates": lost,
             "perf/rollout_fraction": 1 - seconds["learn"] / wall,
             "rollout/exploration_rate": epsilon,
             "train/learning_rate": learning_rate.item(),
@@ -940,19 +1392,16 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             with suppress(ImportError, RuntimeError):  # without NVML
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
-        for tag, value in scalars.items():
-            writer.add_scalar(tag, value, global_step)
+        write_scalars(writer, scalars, global_step)
         line = f"{progress():4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}"
         line += f"  epsilon {epsilon:.3f}  return {returned:7.1f}  score {score:5.1f}"
-        print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
-        if in_a_row >= 10:
-            first = f"every update from number {updates - in_a_row + 1:.0f} on was not finite and was skipped"
-            refuse(f"--learning-rate {args.learning_rate:g}: {first}; a lower one works")
+        say(line, end="\r" if sys.stdout.isatty() else "\n")
+        if not math.isfinite(loss):
+            refuse(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
 
     def test(games: int) -> dict[str, float]:
         scores = evaluate(actor, args, games, device)
-        for name, value in scores.items():
-            writer.add_scalar(name.replace("_", "/", 1), value, global_step)
+        write_scalars(writer, {name.replace("_", "/", 1): value for name, value in scores.items()}, global_step)
         return scores
 
     # --- acting and learning --------------------------------------------------------------------------------------
@@ -985,14 +1434,11 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
 
     def rollout() -> None:
         nonlocal episodes
-        # 1 act and step: NumPy's and the action space's draws in SB3's order, one for all games unless asked otherwise
-        if global_step < args.learning_starts or (not args.per_env_epsilon and np.random.rand() < epsilon):
+        # 1 act and step: NumPy's and the action space's draws in SB3's order; all games explore at once, or none
+        if global_step < args.learning_starts or np.random.rand() < epsilon:
             action[:] = [actions.sample() for _ in envs]
         else:
             action[:] = greedy(obs)
-            if args.per_env_epsilon:
-                explores = np.random.rand(args.num_envs) < epsilon
-                action[explores] = [actions.sample() for _ in range(explores.sum())]
         watch.mark("act")
         ended = []
         for lane, env in enumerate(envs):
@@ -1021,9 +1467,9 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             adam(weights, grad, exp_avg, exp_avg_sq, adam_step, learning_rate, finite)
             if dtype == torch.float16:  # doubles in 2,000 updates, halves when a gradient was too large for it
                 loss_scale.mul_(torch.where(finite, 2 ** (1 / 2000), 0.5))
-            loss_sum.add_(loss.nan_to_num(0, 0, 0))
-            skipped.add_(~finite)
-            streak.copy_(torch.where(finite & (streak < 10), 0, streak + 1))  # from ten on it only grows
+            else:  # elsewhere such a gradient is the end of learning: the log will say so
+                loss = torch.where(finite, loss, math.nan)
+            loss_sum.add_(loss)
 
     # --- switches: they wrap `policy` and `update` ----------------------------------------------------------------
     eager, small = update, []
@@ -1032,13 +1478,13 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         small = [(layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in actor.q_net[::2]]
     if args.compile:
         torch._dynamo.reset()  # of a run before this one in the same process
-        torch._dynamo.config.trace_autograd_ops = True  # one graph from the replay to the new weights
         policy = policy if small else compiled(policy, args.compile_mode, torch.from_numpy(obs).to(device))
-        state = weights, target_weights, *optimizer.values(), learned
+        state = weights, target_weights, *optimizer.values(), loss_sum
         before = [tensor.clone() for tensor in state]
         # The C++ wrapper gains 30 us an update, and 30 more that nobody looks whether anything but values has changed.
         options = {"cpp_wrapper": device.type == "cpu", "guard_filter_fn": lambda guards: [False] * len(guards)}
-        with torch.random.fork_rng():
+        one_graph = torch._dynamo.config.patch(trace_autograd_ops=True)  # from the replay to the new weights
+        with one_graph, torch.random.fork_rng():
             update = compiled(update, args.compile_mode, **options)
         for tensor, value in zip(state, before):  # that was a trial
             tensor.copy_(value)
@@ -1046,12 +1492,10 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     if graphs:
         update = Graphed(update, torch.Generator(device), watch)
     elif args.cudagraph:
-        print("--cudagraph: needs CUDA; the loop runs without graphs")
-    active = {"compile": is_compiled, "bf16": dtype == torch.bfloat16, "batch_size": args.batch_size}
-    active["flash_attention"] = sdpa[0].name.lower() if sdpa else "no attention"
-    print(report(args, sources or {}, active))
-    if args.wandb:
-        wandb.config.update({f"active_{name}": value for name, value in active.items()})
+        say("--cudagraph: needs CUDA; the loop runs without graphs")
+    active = [precision, "compiled" if is_compiled else "eager", f"batch size {args.batch_size}", *filter(None, [sdpa])]
+    origins = [f"{flag} from {source}" for flag, source in (sources or {}).items()]
+    say(f"active: {', '.join(active)}; settings: {', '.join(origins) or 'the defaults'}")
 
     # --- the loop: SB3's learn, collect_rollouts and train --------------------------------------------------------
     per_round = args.train_freq * args.num_envs if args.gradient_steps == -1 else args.gradient_steps
@@ -1066,7 +1510,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             global_step += args.num_envs
             calls += 1
             if calls % target_every == 0:  # one call at a time: no threshold is jumped over
-                target_weights.lerp_(weights, args.tau)
+                target_weights.mul_(1 - args.tau).add_(weights, alpha=args.tau)  # rounds as SB3 does, unlike lerp_
             epsilon = epsilon_at(progress(), args.exploration_initial_eps, args.exploration_final_eps,
                                  args.exploration_fraction)  # fmt: skip
         watch.mark("rollout")
@@ -1087,48 +1531,27 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             logged_step, logged_update = global_step, updates
             watch.mark("log")
         if due("eval"):
-            scores = test(max(args.eval_episodes // 10, 1))
+            with interrupts.at_once():
+                scores = test(max(args.eval_episodes // 10, 1))
             watch.mark()
         if due("checkpoint"):
             save()
             watch.mark()
-        if profiler:
-            profiler.step()
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- the end: what must not be lost first ---------------------------------------------------------------------
     if global_step > logged_step:
         log()
     wall_seconds, busy = elapsed(), sum(watch.total.values()) or math.inf
     save()
-    print()
-    if args.episodes:
-        print(f"{episodes} games took {global_step - earlier:,} steps")
-    if args.export_sb3:
-        state = {"num_timesteps": global_step, "_n_updates": updates, "_n_calls": calls, "_episode_num": episodes}
-        state |= {"exploration_rate": epsilon, "_current_progress_remaining": 1 - min(progress(), 1)}
-        write_sb3(args.export_sb3, args, envs[0], networks, optimizer, state)
-        print(f"{args.export_sb3}: stable_baselines3.DQN.load reads it")
-    if interrupts:
-        print(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
-    else:
-        scores = test(args.eval_episodes)
-        print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
-        if args.video:
-            print(write_gif(actor, args, device, folder / "videos"))
-        print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
-    if profiler:
-        profiler.stop()
-        profiler.export_chrome_trace(str(folder / "profile.json"))
-        longest = profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=30)
-        (folder / "profile.txt").write_text(longest)
     steps, learns = global_step - first_step, updates - first_update
     summary = {
         "script": SCRIPT,
-        **machine(device),
+        "device": device_name,
+        "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
         "compiled": is_compiled,
         "cudagraph": graphs,
-        "sdpa": sdpa[0].name.lower() if sdpa else None,
+        "sdpa": sdpa,
         "env_steps": global_step,
         "updates": updates,
         "episodes": episodes,
@@ -1141,32 +1564,50 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         "train_fraction": watch.total["learn"] / busy,
         **scores,
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    writer.close()
+    write_json(folder / "summary.json", summary)
+    say("")
+    if args.episodes:
+        say(f"{episodes - imported_episodes} games took {global_step - imported_steps:,} steps")
+    if args.export_sb3 is not None and weights.isfinite().all():
+        export()
+    if not interrupts:
+        with interrupts.at_once():
+            summary |= test(args.eval_episodes)
+            write_json(folder / "summary.json", summary)
+            say("  ".join(f"{name} {value:g}" for name, value in summary.items() if name.startswith("eval")))
+            if args.video:
+                write_gif(actor, args, device, folder / "videos")
+            say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
+    if interrupts:
+        say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
+    with suppress(OSError):  # on a full disk
+        writer.close()
     return summary
 
 
 def parse() -> tuple[Args, dict[str, str]]:
-    """The command line on top of the checkpoint's or zip's flags, on top of the environment, .env and the defaults.
+    """The command line on top of a checkpoint's flags, or of the environment, .env, a zip's flags and the defaults.
 
-    Also says, by flag, where the settings come from.
+    Also says, by flag, where settings come from that are not the defaults.
     """
     values, sources = settings()
     args = tyro.cli(Args, default=Args(**values), description=__doc__)
-    name = args.resume or args.evaluate
-    if name:
-        saved = load_checkpoint("--resume" if args.resume else "--evaluate", name, args.run_dir)[1]["args"]
-        values, sources = saved, dict.fromkeys(SETTINGS.values(), name)
-    elif args.import_sb3:
-        data = read_sb3(args.import_sb3)[0]
-        plain = {flag: data[flag] for flag in PLAIN.split() if type(data.get(flag)) in (int, float)}
-        plain["num_envs"] = data.get("n_envs", 1)
-        sources = {"batch_size": args.import_sb3} | sources
-        values = plain | values
-    try:
-        args = tyro.cli(Args, default=Args(**values), description=__doc__)
-    except TypeError as error:
-        refuse(f"{name}: made by another version of {SCRIPT}.py ({error})")
+    found = {}
+    if args.resume is not None or args.evaluate is not None:
+        flag = "resume" if args.resume is not None else "evaluate"
+        name = getattr(args, flag)
+        path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
+        values = saved_flags(f"--{flag}", name, saved["args"])
+        if ":" in values["env_id"] and args.env_id == Args.env_id:
+            works = f"with --env-id {values['env_id']} on the command line it does"
+            refuse(f"--{flag} {name}: does not choose by itself which module to import; {works}")
+        found = {flag: str(path)}  # looked up once: the latest may soon be another one
+        sources = {setting: name for setting in SETTINGS.values() if values[setting] != getattr(Args, setting)}
+    elif args.import_sb3 is not None:
+        values = read_sb3(args.import_sb3)[0] | values
+        if "batch_size" not in sources:
+            sources["batch_size"] = args.import_sb3
+    args = replace(tyro.cli(Args, default=Args(**values), description=__doc__), **found)
     given = {word.split("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in sys.argv[1:]}
     return args, sources | {flag: "the command line" for flag in SETTINGS.values() if flag in given}
 
@@ -1176,7 +1617,9 @@ if __name__ == "__main__":
         main(*parse())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except RuntimeError as error:
-        if "memory" not in str(error):
+    except (OSError, MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            refuse("out of memory: a smaller --batch-size, --buffer-size, --num-envs or --eval-episodes works")
+        if not isinstance(error, OSError):
             raise
-        refuse("out of memory: a smaller --batch-size, --buffer-size or --num-envs works")
+        refuse(str(error))

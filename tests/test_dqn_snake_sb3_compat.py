@@ -1,10 +1,10 @@
 """The SB3-compatible trainer beside Stable-Baselines3 itself: numbers, files, settings; and what it refuses."""
 
+import base64
 import dataclasses
 import io
 import json
 import math
-import os
 import pickle
 import shutil
 import subprocess
@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from stable_baselines3 import DQN, PPO
+from stable_baselines3.common.type_aliases import TrainFrequencyUnit
 from stable_baselines3.common.vec_env import DummyVecEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.nn.attention import SDPBackend
 
 import dqn_snake_sb3_compat as script
 from dqn_snake_sb3_compat import Args, Cosine, QNetwork, Transformer, epsilon_at, main, td_target
@@ -55,7 +55,7 @@ class Pictures(gym.Env):
     observation_space, action_space = gym.spaces.Box(0, 255, (40, 36, 3), np.uint8), gym.spaces.Discrete(3)
     metadata = {"render_modes": []}
 
-    def __init__(self, render_mode: str | None = None) -> None:
+    def __init__(self) -> None:
         self.steps = 0
 
     def reset(self, *, seed=None, options=None):
@@ -72,13 +72,27 @@ gym.register("Recorded-v0", lambda **kwargs: Recorded(**kwargs))
 gym.register("Pictures-v0", lambda **kwargs: Pictures(**kwargs))
 
 
+@pytest.fixture(autouse=True)
+def process():
+    """Nothing that another test left behind decides about the numbers of this one, or the other way round."""
+
+    def reset() -> None:
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(False)
+        torch.set_float32_matmul_precision("highest")
+
+    reset()
+    yield
+    reset()
+
+
 @pytest.fixture
 def run(tmp_path):
     """Train for a moment; gives the summary and the run folder."""
 
-    def start(**flags) -> tuple[dict, Path]:
+    def start(sources=None, **flags) -> tuple[dict, Path]:
         flags = QUICK | {"run_dir": str(tmp_path), "run_name": "run"} | flags
-        return main(Args(**flags)), tmp_path / flags["run_name"]
+        return main(Args(**flags), sources), tmp_path / flags["run_name"]
 
     return start
 
@@ -139,23 +153,28 @@ ATTENTION = dict(env_id="SnakeOneHot-v0", board="5x4", policy="transformer", dro
         {"num_envs": 8, "gradient_steps": 4, "total_timesteps": 1640, "lr_schedule": "cosine", "max_grad_norm": 1.0},
         {"num_envs": 8, "gradient_steps": -1, "total_timesteps": 260, "target_update_interval": 3},
         ATTENTION | {"num_envs": 1, "total_timesteps": 840},
+        ATTENTION | {"num_envs": 1, "total_timesteps": 260, "gradient_steps": 4, "dropout": 0.1},
         ATTENTION | {"num_envs": 8, "total_timesteps": 260, "gradient_steps": -1, "max_grad_norm": 1e9},
         {"env_id": "Pictures-v0", "policy": "CnnPolicy", "total_timesteps": 120},
         {"env_id": "Pictures-v0", "total_timesteps": 240},
     ],
     ids=str,
 )  # fmt: skip
-def test_updates_give_sb3s_weights(run, flags) -> None:
+def test_updates_give_sb3s_weights(run, monkeypatch, flags) -> None:
     """All actions random, so both learn from the same transitions, drawn in the same order: 200 updates or more.
 
     The weights are equal to the bit until a gradient is clipped: SB3 sums its norm in another order. That last bit
     stays small in the small networks. But attention's bias of the keys has no gradient but rounding, of which Adam
     makes whole steps (0.06 after 76 updates), so the run in which it would be clipped is not.
     """
-    summary, folder = run(**SHORT | flags)
-    model = theirs(SHORT | flags)
-    assert summary["updates"] == model._n_updates >= (20 if "Pictures" in str(flags) else 200)
-    assert_same_weights(folder, model, 1e-6)
+    flags = SHORT | flags
+    norms, clip = [], torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a, **k: norms.append(clip(*a, **k)) or norms[-1])
+    summary, folder = run(**flags)
+    model = theirs(flags)
+    most = (QUICK | flags).get("max_grad_norm", Args.max_grad_norm)
+    assert summary["updates"] == model._n_updates == len(norms) >= (20 if "Pictures" in str(flags) else 200)
+    assert_same_weights(folder, model, 0 if max(norms) < most else 1e-6)
 
 
 def test_a_whole_run_makes_sb3s_decisions(run) -> None:
@@ -170,6 +189,67 @@ def test_a_whole_run_makes_sb3s_decisions(run) -> None:
     assert_same_weights(folder, model, 1e-5)
 
 
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_whole_updates_against_ten_lines_in_double_precision(run, monkeypatch, num_envs) -> None:
+    """42 updates written out anew: Huber loss, clipping, Adam, a step size that falls, target updates on the way."""
+    made, batches, norms, init, gather = [], [], [], QNetwork.__init__, script.Replay.gather
+
+    def keep(self, *arguments) -> None:
+        init(self, *arguments)
+        made.append({name: weight.detach().double().clone() for name, weight in self.named_parameters()})
+
+    def record(self, index):
+        batches.append([ring.clone() for ring in gather(self, index)])
+        return gather(self, index)
+
+    monkeypatch.setattr(QNetwork, "__init__", keep)
+    monkeypatch.setattr(script.Replay, "gather", record)
+    flags = dict(
+        num_envs=num_envs, total_timesteps=100 * num_envs, learning_starts=19 * num_envs, train_freq=4,
+        gradient_steps=2, learning_rate=1e-2, lr_schedule="cosine", learning_rate_end=1e-4, max_grad_norm=0.4,
+        gamma=0.9, tau=0.3, target_update_interval=6 * num_envs, env_id="CartPole-v1", board=None,
+    )  # fmt: skip
+    _, folder = run(**flags)
+    online = {name: weight.requires_grad_() for name, weight in made[0].items()}
+    target = {name: weight.detach().clone() for name, weight in online.items()}
+    mean = {name: torch.zeros_like(weight) for name, weight in online.items()}
+    square = {name: torch.zeros_like(weight) for name, weight in online.items()}
+
+    def values(w: dict, obs: torch.Tensor) -> torch.Tensor:
+        x = (obs.double() @ w["q_net.0.weight"].T + w["q_net.0.bias"]).clamp(min=0)
+        x = (x @ w["q_net.2.weight"].T + w["q_net.2.bias"]).clamp(min=0)
+        return x @ w["q_net.4.weight"].T + w["q_net.4.bias"]
+
+    updates = 0
+    for call in range(1, 101):
+        if call % 6 == 0:
+            target = {name: 0.7 * old + 0.3 * online[name].detach() for name, old in target.items()}
+        if call % 4 or call < 20:
+            continue
+        rate = 1e-4 + (1e-2 - 1e-4) * 0.5 * (1 + math.cos(math.pi * call / 100))
+        for _ in range(2):
+            obs, next_obs, action, reward, discount = batches[updates]
+            updates += 1
+            wanted = reward + discount * values(target, next_obs).amax(1)
+            error = (values(online, obs)[torch.arange(16), action] - wanted).abs()
+            loss = torch.where(error < 1, error**2 / 2, error - 0.5).mean()
+            grads = dict(zip(online, torch.autograd.grad(loss, list(online.values()))))
+            norm = sum((grad**2).sum() for grad in grads.values()).sqrt()
+            norms.append(norm.item())
+            for name, grad in grads.items():
+                grad = grad * min(0.4 / norm, 1)
+                mean[name] = 0.9 * mean[name] + 0.1 * grad
+                square[name] = 0.999 * square[name] + 0.001 * grad**2
+                step = mean[name] / (1 - 0.9**updates) / ((square[name] / (1 - 0.999**updates)).sqrt() + 1e-8)
+                online[name].data -= rate * step
+    assert updates == len(batches) == 42 and set(batches[-1][4].unique().tolist()) <= {0.0, float(np.float32(0.9))}
+    assert min(norms) < 0.35 and max(norms) > 0.45  # some were clipped and some not
+    saved = load(folder)
+    for name in online:
+        torch.testing.assert_close(saved["q_net"][name].double(), online[name].detach(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(saved["q_net_target"][name].double(), target[name], atol=1e-4, rtol=0)
+
+
 def test_default_hyperparameters_are_sb3s() -> None:
     import inspect
 
@@ -181,7 +261,7 @@ def test_default_hyperparameters_are_sb3s() -> None:
 
 def test_the_transformer_is_system_as() -> None:
     env = gym.make("SnakeOneHot-v0")
-    q_network = QNetwork(Args(policy="transformer"), env, None)
+    q_network = QNetwork(Args(policy="transformer"), env)
     assert sum(weight.numel() for weight in q_network.parameters()) == 92_676
     head = torch.zeros(1, 20, 20, 3)
     head[0, :, :, 2] = 1
@@ -194,9 +274,11 @@ def test_the_transformer_is_system_as() -> None:
 def test_attention_kernels_agree() -> None:
     env, outputs = gym.make("SnakeOneHot-v0", board=(6, 6)), []
     obs = torch.rand(8, 6, 6, 3)
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+    for kernel in ("flash", "math"):
         torch.manual_seed(0)
-        outputs.append(QNetwork(Args(policy="transformer"), env, [backend]).eval()(obs))
+        q_network = QNetwork(Args(policy="transformer", dropout=0.0, sdpa=kernel), env).eval()
+        assert q_network.features_extractor.kernel(torch.float32, CPU).startswith(kernel)
+        outputs.append(q_network(obs))
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
 
 
@@ -209,8 +291,7 @@ def test_maths() -> None:
     assert td_target(torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.0]), q).tolist() == [2.5, -1.0]
 
 
-@pytest.mark.parametrize("per_env", [False, True])
-def test_exploration_is_drawn_for_all_games_or_for_each(run, monkeypatch, per_env) -> None:
+def test_exploration_is_drawn_once_for_all_games(run, monkeypatch) -> None:
     rows, store = [], script.Replay.store
     monkeypatch.setattr(script.Replay, "store", lambda self, *a: rows.append(a[2].copy()) or store(self, *a))
 
@@ -221,10 +302,10 @@ def test_exploration_is_drawn_for_all_games_or_for_each(run, monkeypatch, per_en
     monkeypatch.setattr(QNetwork, "__init__", biased)
     monkeypatch.setattr(script, "evaluate", lambda *_: {})
     flags = dict(num_envs=16, exploration_initial_eps=0.5, exploration_final_eps=0.5, learning_starts=0)
-    run(**flags, per_env_epsilon=per_env, total_timesteps=6400, gradient_steps=1, train_freq=400)
+    run(**flags, total_timesteps=6400, gradient_steps=1, train_freq=400)
     share = (np.array(rows[2:]) != 0).mean(1)
     assert share.mean() == pytest.approx(0.375, abs=0.06)
-    assert (share == 0).mean() == pytest.approx(0.0 if per_env else 0.5, abs=0.1)
+    assert (share == 0).mean() == pytest.approx(0.5, abs=0.1)
 
 
 # ------------------------------------------------------------------------------------------------ files both ways
@@ -239,7 +320,7 @@ def test_sb3_loads_what_is_exported_and_goes_on(run, tmp_path, flags) -> None:
     env = gym.make((QUICK | flags)["env_id"], board=(6, 6))
     model = DQN.load(path, env=env, device="cpu")
     assert model.num_timesteps == 600 and model._n_updates == summary["updates"] and model.batch_size == 16
-    q_network = QNetwork(Args(**QUICK | flags), env, None).eval()
+    q_network = QNetwork(Args(**QUICK | flags), env).eval()
     q_network.load_state_dict(load(folder)["q_net"])
     obs = np.random.default_rng(0).integers(
         0, env.observation_space.high.max() + 1, (10_000, *env.observation_space.shape)
@@ -292,21 +373,216 @@ def test_zips_that_do_not_fit_are_refused_and_nothing_in_them_runs(run, tmp_path
             run(import_sb3=name)
         said = capsys.readouterr().err
         assert error.value.code == 2 and said.count("\n") == 1 and f"--import-sb3 {name}" in said, said
-    with zipfile.ZipFile("good.zip") as good, zipfile.ZipFile("pickled.zip", "w") as pickled:
-        for name in good.namelist():
-            content = good.read(name)
-            if name == "data":
-                data = json.loads(content)
-                import base64
-
-                payload = base64.b64encode(pickle.dumps(Malicious())).decode()
-                data |= {
-                    key: {":type:": "x", ":serialized:": payload} for key in ("observation_space", "gamma", "hook")
-                }
-                content = json.dumps(data)
-            pickled.writestr(name, content)
-    run(import_sb3="pickled.zip", total_timesteps=60)
+    payload = base64.b64encode(pickle.dumps(Malicious())).decode()
+    space = {":type:": "x", ":serialized:": payload, "_shape": [6, 6], "dtype": "uint8"}
+    with_data("good.zip", "pickled.zip", observation_space=space, action_space=space, hook=space)
+    run(import_sb3="pickled.zip", total_timesteps=60, run_name="pickled")
     assert not Path("executed").exists()
+
+
+def with_data(source: str, target: str, **changes) -> None:
+    """A copy of a zip with other hyperparameters."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name == "data":
+                content = json.dumps(json.loads(content) | changes)
+            new.writestr(name, content)
+
+
+class Halved(torch.nn.Flatten):
+    """A features extractor without weights."""
+
+    features_dim = 4
+
+    def __init__(self, observation_space) -> None:
+        super().__init__()
+
+    def forward(self, obs):
+        return obs / 2
+
+
+FOREIGN = {  # hyperparameters of SB3 that have no equal here, and the word that names them
+    "activation_fn": {"policy_kwargs": {"activation_fn": torch.nn.Tanh}},
+    "normalize_images": {"policy_kwargs": {"normalize_images": False}},
+    "features extractor": {"policy_kwargs": {"features_extractor_class": Halved}},
+    "optimizer_class": {"policy_kwargs": {"optimizer_class": torch.optim.AdamW}},
+    "optimizer_class is <class 'torch.optim.sgd": {"policy_kwargs": {"optimizer_class": torch.optim.SGD}},
+    "eps": {"policy_kwargs": {"optimizer_kwargs": {"eps": 1e-5}}},
+    "betas": {"policy_kwargs": {"optimizer_kwargs": {"betas": (0.8, 0.999)}}},
+    "weight_decay": {"policy_kwargs": {"optimizer_kwargs": {"weight_decay": 0.1}}},
+    "amsgrad": {"policy_kwargs": {"optimizer_kwargs": {"amsgrad": True}}},
+    "its n_steps": {"n_steps": 3},
+    "train_freq": {"train_freq": (4, "episode")},
+    "learning_rate": {"learning_rate": lambda remaining: 1e-3 * remaining},
+    "replay_buffer_kwargs": {"replay_buffer_kwargs": {"handle_timeout_termination": False}},
+    "optimize_memory_usage": {
+        "replay_buffer_kwargs": {"handle_timeout_termination": False}, "optimize_memory_usage": True, "buffer_size": 40,
+    },
+    "gradient-steps": {"gradient_steps": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", FOREIGN)
+def test_a_zip_that_learns_otherwise_is_refused(run, tmp_path, capsys, word) -> None:
+    DQN("MlpPolicy", "CartPole-v1", device="cpu", **{"buffer_size": 100} | FOREIGN[word]).save(tmp_path / "model.zip")
+    with pytest.raises(SystemExit) as error:
+        args, _ = parse_words(f"--import-sb3 {tmp_path / 'model.zip'} --env-id CartPole-v1")
+        script.resolve(args, CPU)
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and word in said, said
+
+
+def parse_words(words: str):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script", *words.split()])
+        return script.parse()
+
+
+TAKEN_OVER = dict(
+    buffer_size=1234, learning_starts=17, batch_size=9, tau=0.25, gamma=0.75, gradient_steps=-1, num_envs=2,
+    target_update_interval=33, exploration_fraction=0.5, exploration_initial_eps=0.75, exploration_final_eps=0.5,
+    max_grad_norm=3.0, learning_rate=0.125, train_freq=7, seed=11,
+)  # fmt: skip
+COSINE = dict(lr_schedule="cosine", learning_rate_end=0.01, policy="transformer", dropout=0.3, env_id="SnakeOneHot-v0")
+
+
+@pytest.mark.parametrize("more", [{}, COSINE], ids=["plain", "cosine transformer"])
+@pytest.mark.parametrize("writer", ["ours", "theirs", "ours through theirs"])
+def test_all_hyperparameters_are_taken_over(run, tmp_path, writer, more) -> None:
+    """Every second value of TAKEN_OVER differs from every default."""
+    flags, path = TAKEN_OVER | more, tmp_path / "model.zip"
+    if writer == "theirs":
+        theirs(flags, learn=False).save(path)
+    else:
+        run(export_sb3=str(path), **flags | {"total_timesteps": 28})
+    if writer == "ours through theirs":
+        model = DQN.load(path, device="cpu")
+        assert tuple(model.train_freq) == (7, TrainFrequencyUnit.STEP)
+        model.save(path)
+    args, sources = parse_words(f"--import-sb3 {path}")
+    expected = {name: value for name, value in flags.items() if name != "env_id"}
+    assert {name: getattr(args, name) for name in expected} == expected and sources == {"batch_size": str(path)}
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_the_command_line_and_settings_beat_a_zip(run, tmp_path, monkeypatch, file) -> None:
+    run(export_sb3=str(tmp_path / "model.zip"), total_timesteps=28)
+    if file:
+        monkeypatch.setenv("OPTIMAL_BATCH_SIZE", "64")
+    words = f"--import-sb3 {tmp_path / 'model.zip'} --gamma 0.5" + " --batch-size 64" * (not file)
+    args, sources = parse_words(words)
+    assert (args.batch_size, args.gamma) == (64, 0.5)
+    assert sources["batch_size"] == ("OPTIMAL_BATCH_SIZE in the environment" if file else "the command line")
+
+
+def test_an_imported_training_makes_the_games_and_steps_asked_for(run, tmp_path, capsys) -> None:
+    first, _ = run(export_sb3=str(tmp_path / "a.zip"), total_timesteps=400)
+    more = dict(import_sb3=str(tmp_path / "a.zip"), total_timesteps=None, episodes=20, learning_starts=50)
+    second, folder = run(run_name="second", **more)
+    assert first["episodes"] + 20 <= second["episodes"] < first["episodes"] + 24
+    assert f"{second['episodes'] - first['episodes']} games took {second['env_steps'] - 400} steps" in (
+        capsys.readouterr().out
+    )
+    words = f"--resume {folder} --episodes 30 --run-dir {tmp_path}"  # the command that it prints, and further
+    args, _ = parse_words(words)
+    assert args.import_sb3 is args.export_sb3 is None
+    third = main(args)
+    assert first["episodes"] + 30 <= third["episodes"] < first["episodes"] + 34
+    third, _ = run(run_name="third", **more | {"episodes": None, "total_timesteps": 200})
+    assert third["env_steps"] == 600
+
+
+BROKEN_ZIPS = {
+    "a weight is missing": lambda p, o: p.pop("q_net.q_net.0.bias"),
+    "a weight too many": lambda p, o: p.update(extra=torch.zeros(1)),
+    "double": lambda p, o: p.update({"q_net.q_net.0.bias": torch.zeros(64, dtype=torch.float64)}),
+    "no tensor": lambda p, o: p.update({"q_net.q_net.0.bias": [0.0] * 64}),
+    "not finite": lambda p, o: p["q_net.q_net.0.bias"].fill_(math.nan),
+    "sparse": lambda p, o: p.update({"q_net.q_net.0.bias": torch.zeros(64).to_sparse()}),
+    "moments of another shape": lambda p, o: o["state"][1].update(exp_avg=torch.zeros(6, 6)),
+    "moments turned": lambda p, o: o["state"][0].update(exp_avg=o["state"][0]["exp_avg"].T.contiguous()),
+    "moments not finite": lambda p, o: o["state"][1]["exp_avg"].fill_(math.inf),
+    "moments of a weight missing": lambda p, o: o["state"].pop(3),
+    "moments of other names": lambda p, o: o["state"].update({"0": o["state"].pop(0)}),
+    "other steps": lambda p, o: o["state"][2]["step"].fill_(1),
+    "no steps": lambda p, o: [moment["step"].zero_() for moment in o["state"].values()],
+    "state of another type": lambda p, o: o.update(state=[1, 2]),
+    "no groups": lambda p, o: o.pop("param_groups"),
+    "two groups": lambda p, o: o["param_groups"].append({}),
+}
+BROKEN_DATA = {
+    "steps are a word": {"num_timesteps": "many"},
+    "steps are negative": {"num_timesteps": -1},
+    "updates are a list": {"_n_updates": []},
+    "epsilon is nothing": {"exploration_rate": None},
+    "batch is half": {"batch_size": 16.5},
+    "seed is a word": {"seed": "one"},
+    "gamma is true": {"gamma": True},
+    "policy_kwargs is a list": {"policy_kwargs": []},
+    "extractor is a number": {"policy_kwargs": {"features_extractor_class": 5}},
+    "train_freq is a word": {"train_freq": "often"},
+    "train_freq is no pickle": {"train_freq": {":serialized:": "AAAA"}},
+    "policy_class is missing": {"policy_class": None},
+    "another board": {"observation_space": {"_shape": [9, 4], "dtype": "uint8"}},
+    "other numbers": {"observation_space": {"_shape": [6, 6], "dtype": "float32"}},
+}
+
+
+@pytest.fixture(scope="module")
+def good_zip(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    main(Args(**QUICK | {"run_dir": str(folder), "export_sb3": str(folder / "good.zip"), "total_timesteps": 80}))
+    return folder / "good.zip"
+
+
+@pytest.mark.parametrize("name", [*BROKEN_ZIPS, *BROKEN_DATA])
+def test_malformed_zips_are_refused_in_one_line(run, tmp_path, capsys, good_zip, name) -> None:
+    if name in BROKEN_DATA:
+        with_data(good_zip, tmp_path / "bad.zip", **BROKEN_DATA[name])
+    else:
+        with zipfile.ZipFile(good_zip) as old, zipfile.ZipFile(tmp_path / "bad.zip", "w") as new:
+            names = "policy.pth", "policy.optimizer.pth"
+            policy, optimizer = (torch.load(io.BytesIO(old.read(part))) for part in names)
+            BROKEN_ZIPS[name](policy, optimizer)
+            for part, value in zip(names, (policy, optimizer)):
+                file = io.BytesIO()
+                torch.save(value, file)
+                new.writestr(part, file.getvalue())
+            new.writestr("data", old.read("data"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as error:
+        run(import_sb3=str(tmp_path / "bad.zip"))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "--import-sb3" in said, said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", [".", "", "nowhere/a.zip", "folder", "\0"])
+def test_an_export_that_cannot_be_written_is_refused_at_start(run, tmp_path, monkeypatch, capsys, name) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    with pytest.raises(SystemExit) as error:
+        run(export_sb3=name)
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and said.startswith(f"{script.SCRIPT}.py: --export-sb3"), (
+        said
+    )
+    assert not Path("run").exists()
+
+
+def test_an_export_that_fails_at_the_end_loses_nothing(run, tmp_path, monkeypatch, capsys) -> None:
+    path = tmp_path / "model.zip"
+    path.write_bytes(b"an older one")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(script.zipfile.ZipFile, "writestr", full)
+    summary, folder = run(export_sb3=str(path))
+    assert "No space left" in capsys.readouterr().err and path.read_bytes() == b"an older one"
+    assert json.loads((folder / "summary.json").read_text()) == summary and summary["eval_episodes"] == 3
+    assert not list(tmp_path.glob("*.tmp")) and load(folder)["global_step"] == 600
 
 
 def test_the_script_does_not_import_sb3() -> None:
@@ -352,13 +628,21 @@ def test_flags_beat_the_environment_beats_the_file_beats_the_default(parse) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["OPTIMAL_BATCH_SIZE=many", "OPTIMAL_BATCH_SIZE=0", "USE_BF16=maybe", "USE_TORCH_COMPILE="]
+    "text",
+    [
+        "OPTIMAL_BATCH_SIZE=many",
+        "OPTIMAL_BATCH_SIZE=0",
+        f"OPTIMAL_BATCH_SIZE={'9' * 5000}",
+        "OPTIMAL_BATCH_SIZE=-1",
+        "USE_BF16=maybe",
+        "USE_TORCH_COMPILE=",
+    ],  # fmt: skip
 )
 def test_unreadable_settings_are_refused_by_name(parse, capsys, text) -> None:
     with pytest.raises(SystemExit) as error:
         parse(file=text)
     said = capsys.readouterr().err
-    assert error.value.code == 2 and said.count("\n") == 1 and text in said and ".env" in said
+    assert error.value.code == 2 and said.count("\n") == 1 and text[:50] in said and ".env" in said
 
 
 def test_an_unreadable_file_is_refused(parse, capsys) -> None:
@@ -369,22 +653,173 @@ def test_an_unreadable_file_is_refused(parse, capsys) -> None:
     assert error.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_report_says_what_is_asked_what_is_active_and_from_where(run, monkeypatch, capsys) -> None:
+def test_one_line_says_what_is_active_and_where_it_comes_from(run, monkeypatch, capsys) -> None:
     monkeypatch.setattr(script, "pick_precision", lambda *_: torch.float32)
     monkeypatch.setattr(torch, "compile", lambda *_, **__: 1 / 0)
-    args = Args(**QUICK | {"bf16": True, "policy": "transformer", "env_id": "SnakeOneHot-v0", "total_timesteps": 60})
-    args = dataclasses.replace(args, run_dir="runs", flash_attention=True, dropout=0.0)
-    monkeypatch.chdir(os.environ.get("TMPDIR", "/tmp"))
-    main(args, {"bf16": "USE_BF16 in .env", "batch_size": "the command line"})
-    lines = capsys.readouterr().out.splitlines()
-    assert [
-        line.split(maxsplit=3) for line in lines if line.split()[:1] in (["batch_size"], ["bf16"], ["compile"])
-    ] == [
-        ["batch_size", "16", "16", "the command line"],
-        ["compile", "False", "False", "the default"],
-        ["bf16", "True", "False", "USE_BF16 in .env"],
+    flags = {"bf16": True, "policy": "transformer", "env_id": "SnakeOneHot-v0", "total_timesteps": 60, "dropout": 0.0}
+    sources = {"bf16": "USE_BF16 in .env", "batch_size": "the command line"}
+    summary, _ = run(sources, flash_attention=True, compile=True, **flags)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("active: ")]
+    assert lines == [
+        "active: float32, eager, batch size 16, flash_attention; "
+        "settings: bf16 from USE_BF16 in .env, batch_size from the command line"
     ]
-    assert any(line.split()[:3] == ["flash_attention", "True", "flash_attention"] for line in lines)
+    run(run_name="plain", total_timesteps=60)
+    assert "active: float32, eager, batch size 16; settings: the defaults\n" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def at(state: dict, path: str, value) -> None:
+    *parts, last = [int(part) if part.isdecimal() else part for part in path.split(":")]
+    for part in parts:
+        state = state[part]
+    state[last] = value
+
+
+BROKEN = {  # what is put where
+    "weights of another board": ("q_net:q_net.0.weight", torch.zeros(64, 35)),
+    "a double": ("q_net:q_net.0.bias", torch.zeros(64, dtype=torch.float64)),
+    "not finite": ("q_net_target:q_net.0.bias", torch.full((64,), math.nan)),
+    "sparse": ("q_net:q_net.0.bias", torch.zeros(64).to_sparse()),
+    "a list for a tensor": ("q_net:q_net.0.bias", [0.0] * 64),
+    "a weight too many": ("q_net:extra", torch.zeros(1)),
+    "moments of another shape": ("optimizer:exp_avg", torch.zeros(5)),
+    "an optimizer that is none": ("optimizer", []),
+    "step is a word": ("global_step", "many"),
+    "step is negative": ("global_step", -1),
+    "updates are half": ("updates", 0.5),
+    "epsilon is not finite": ("epsilon", math.nan),
+    "elapsed is nothing": ("elapsed", None),
+    "torch's numbers": ("torch", torch.zeros(5056, dtype=torch.uint8)),
+    "torch's numbers, shorter": ("torch", torch.zeros(16, dtype=torch.uint8)),
+    "NumPy's numbers": ("numpy_key", torch.full((624,), 2**32)),
+    "NumPy's place": ("numpy_position", 10**6),
+    "the action space's numbers": ("action_space:state:state", -1),
+    "the action space's kind": ("action_space:bit_generator", "MT19937"),
+    "games are a number": ("envs", 3),
+    "a game too many": ("envs", [{}, {}]),
+    "a game without parts": ("envs:0", {}),
+    "a game with a method": ("envs:0:step", 5),
+    "a heading that is none": ("envs:0:heading", 7),
+    "a body twice on a cell": ("envs:0:body", [0, 0]),
+    "a body off the board": ("envs:0:body", [99]),
+    "a body of halves": ("envs:0:body", [0.5]),
+    "food on the snake": ("envs:0:food", 21),
+    "free cells are a word": ("envs:0:free", "all"),
+    "what is seen is not the game": ("obs", torch.zeros(1, 6, 6, dtype=torch.uint8)),
+    "the replay's row": ("replay:row", 10**6),
+    "the replay is fuller than it is": ("replay:held", 10**6),
+    "an action that is none": ("replay:action", torch.full((2000,), 4)),
+    "a replay of another size": ("replay:action", torch.zeros(1999, dtype=torch.int64)),
+    "another script": ("script", "ppo_metta"),
+    "flags are a list": ("args", []),
+    "a flag of another type": ("args:gamma", "high"),
+    "a flag that is none": ("args:policy", "Anything"),
+    "a flag too many": ("args:extra", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run folder with all that a checkpoint can hold."""
+    folder = tmp_path_factory.mktemp("whole")
+    main(Args(**QUICK | {"run_dir": str(folder), "run_name": "run", "checkpoint_replay": True, "total_timesteps": 100}))
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_malformed_checkpoints_are_refused_in_one_line(copy, capsys, name) -> None:
+    saved = load(copy)
+    at(saved, *BROKEN[name])
+    torch.save(saved, copy / "checkpoint.pt")
+    before = {path.name: path.read_bytes() for path in copy.iterdir()}
+    with pytest.raises(SystemExit) as error:
+        main(parse_words(f"--resume {copy} --total-timesteps 200")[0])
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and f"--resume {copy}" in said, said
+    assert before == {path.name: path.read_bytes() for path in copy.iterdir()}
+
+
+@pytest.mark.parametrize("part", "q_net q_net_target optimizer obs returns numpy_key torch global_step envs".split())
+def test_a_checkpoint_without_a_part_is_refused_in_one_line(copy, capsys, part) -> None:
+    saved = load(copy)
+    del saved[part]
+    torch.save(saved, copy / "checkpoint.pt")
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"resume": str(copy)}))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and part in said, said
+
+
+@pytest.mark.parametrize(
+    "flags", [{"board": "9x4"}, {"num_envs": 64}, {"policy": "transformer", "env_id": "SnakeOneHot-v0"}], ids=str
+)
+def test_a_state_of_another_shape_is_refused(run, tmp_path, capsys, flags) -> None:
+    _, folder = run(board="4x9", total_timesteps=60)
+    before = (folder / "args.json").read_bytes()
+    for flag in ("resume", "evaluate") if "num_envs" not in flags and "board" not in flags else ("resume",):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as error:
+            main(Args(**QUICK | {"board": "4x9", "run_dir": str(tmp_path), flag: str(folder)} | flags))
+        assert error.value.code == 2 and "as they were" in capsys.readouterr().err
+    assert (folder / "args.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("flag", ["resume", "evaluate", "import_sb3"])
+def test_an_empty_name_is_refused(run, tmp_path, capsys, flag) -> None:
+    with pytest.raises(SystemExit) as error:
+        run(**{flag: ""})
+    assert error.value.code == 2 and f"--{flag.replace('_', '-')} ''" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_names_no_module_and_no_file(copy, tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "hostile_module.py").write_text("open('executed', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    saved = load(copy)
+    saved["args"] |= {"env_id": "hostile_module:X-v0", "export_sb3": "mine.zip", "import_sb3": "other.zip"}
+    torch.save(saved, copy / "checkpoint.pt")
+    for flag in ("resume", "evaluate"):
+        with pytest.raises(SystemExit) as error:
+            main(parse_words(f"--{flag} {copy}")[0])
+        said = capsys.readouterr().err
+        assert error.value.code == 2 and said.count("\n") == 1 and "hostile_module:X-v0" in said
+    args, _ = parse_words(f"--resume {copy} --env-id Snake-v0 --total-timesteps 200")
+    assert args.env_id == "Snake-v0" and args.export_sb3 is args.import_sb3 is None
+    main(args)
+    assert not Path("executed").exists() and not Path("mine.zip").exists()
+
+
+def test_a_run_that_was_moved_is_looked_up_once(run, tmp_path, monkeypatch) -> None:
+    _, ours = run(run_dir=str(tmp_path / "old"), total_timesteps=60)
+    (tmp_path / "old").rename(tmp_path / "new")
+    run(run_dir=str(tmp_path / "old"), run_name="stranger", total_timesteps=60)
+    args, _ = parse_words(f"--resume latest --run-dir {tmp_path / 'new'} --total-timesteps 120")
+    assert args.resume == str(tmp_path / "new" / "run" / "checkpoint.pt") and args.run_dir == str(tmp_path / "new")
+
+
+def test_a_folder_belongs_to_one_run(run, monkeypatch, capsys) -> None:
+    _, folder = run(total_timesteps=60)
+    before = (folder / "args.json").read_bytes()
+    with pytest.raises(SystemExit) as error:
+        run(total_timesteps=90)
+    assert error.value.code == 2 and "--run-name run" in capsys.readouterr().err
+    assert (folder / "args.json").read_bytes() == before
+    monkeypatch.setattr(script.time, "strftime", lambda _: "now")  # two that start in one second
+    for _ in range(2):
+        main(Args(**QUICK | {"run_dir": str(folder.parent), "total_timesteps": 60}))
+    assert {path.name for path in folder.parent.iterdir()} == {
+        "run",
+        *(f"{script.SCRIPT}__1__now{n}" for n in ("", "-2")),
+    }
 
 
 # ------------------------------------------------------------------------------------------------ the loop
@@ -398,10 +833,124 @@ def test_episodes_end_the_run_and_their_steps_are_named(run, capsys) -> None:
     )
 
 
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(run, tmp_path, monkeypatch, capsys) -> None:
+    smooth_l1_loss, calls = torch.nn.functional.smooth_l1_loss, []
+
+    def infinite(q, target):
+        calls.append(0)
+        return smooth_l1_loss(q, target) * (math.inf if len(calls) > 30 else 1)
+
+    monkeypatch.setattr(script.F, "smooth_l1_loss", infinite)
+    with pytest.raises(SystemExit) as error:
+        run(log_every=1e-9, checkpoint_every=1e-9, total_timesteps=400)
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "--learning-rate 0.001: the loss is" in said
+    assert len(calls) == 31  # at the next log
+    assert all(value.isfinite().all() for value in load(tmp_path / "run")["q_net"].values())
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_too(run, monkeypatch, capsys) -> None:
+    """Also where the loss itself is finite: such updates are skipped, and a run that only skips learns nothing."""
+    grad = torch.autograd.grad
+    monkeypatch.setattr(script.torch.autograd, "grad", lambda *a: [part * math.nan for part in grad(*a)])
+    with pytest.raises(SystemExit) as error:
+        run(log_every=1e-9)
+    assert error.value.code == 2 and "the loss is nan" in capsys.readouterr().err
+
+
+def test_training_and_evaluation_share_no_seed(run, monkeypatch) -> None:
+    seeds, reset = [], script.SnakeEnv.reset
+    monkeypatch.setattr(script.SnakeEnv, "reset", lambda self, **k: seeds.append(k.get("seed")) or reset(self, **k))
+    highest = script.EVAL_SEED - 3
+    run(seed=highest, num_envs=3, total_timesteps=60, eval_episodes=5)
+    given = [seed for seed in seeds if seed is not None]
+    assert given == [highest, highest + 1, highest + 2, *(highest + 3 + lane for lane in range(5))]
+    assert script.EVAL_SEED + script.MOST_GAMES == 2**31  # some games take no larger one
+    with pytest.raises(SystemExit):
+        run(seed=highest + 1, num_envs=3, run_name="higher")
+
+
+@pytest.mark.parametrize("env_id", ["Snake-v0", "CartPole-v1"])
+def test_evaluation_plays_every_game_once_to_its_end(env_id) -> None:
+    """Against one game after the other, with the same greedy policy and the same seeds."""
+    args = Args(**QUICK | {"env_id": env_id, "board": "6x6" if env_id == "Snake-v0" else None})
+    torch.manual_seed(0)
+    (env,) = script.make_envs(args, 1)
+    q_network = QNetwork(args, env)
+    scores = []
+    for lane in range(7):
+        obs, done, score = env.reset(seed=script.EVAL_SEED + lane)[0], False, 0.0
+        while not done:
+            action = q_network(torch.as_tensor(obs)[None]).argmax().item()
+            obs, reward, terminated, truncated, info = env.step(action)
+            done = terminated or truncated
+            score += reward
+        scores.append(info.get("score", score))
+    assert len(set(scores)) > 1
+    result = script.evaluate(q_network, args, 7, CPU)
+    expected = {"mean": np.mean(scores), "median": np.median(scores), "max": max(scores)}
+    assert result == {f"eval_score_{name}": value for name, value in expected.items()} | {"eval_episodes": 7}
+
+
+def test_the_transformer_acts_and_is_evaluated_without_dropout(run, monkeypatch) -> None:
+    modes, forward = set(), Transformer.forward
+
+    def watched(self, obs):
+        modes.add((self.training, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        return forward(self, obs)
+
+    monkeypatch.setattr(Transformer, "forward", watched)
+    run(policy="transformer", env_id="SnakeOneHot-v0", dropout=0.5, total_timesteps=200)
+    learning, acting, target_or_evaluation = (True, False, True), (False, True, False), (False, False, False)
+    assert modes == {learning, acting, target_or_evaluation}
+
+
+def test_the_first_control_c_ends_a_final_evaluation_at_once(run, monkeypatch, capsys) -> None:
+    import signal
+
+    def endless(*_):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("goes on")
+
+    monkeypatch.setattr(script, "evaluate", endless)
+    summary, folder = run()
+    assert summary == json.loads((folder / "summary.json").read_text()) and summary["env_steps"] == 600
+    assert "eval_score_mean" not in summary and f"--resume {folder}" in capsys.readouterr().out
+
+
+def test_a_run_leaves_its_process_as_it_was(run, monkeypatch) -> None:
+    import signal
+
+    torch.set_num_threads(2)
+    torch.set_flush_denormal(True)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run(total_timesteps=60)
+    assert torch.get_num_threads() == 2 and torch.tensor(1e-40) * 1 > 0  # denormals are there
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_a_run_does_not_depend_on_what_ran_before(run) -> None:
+    """The same weights, to the bit, whatever state the process was left in."""
+
+    def weights(name: str) -> torch.Tensor:
+        flags = SHORT | {"num_envs": 8, "gradient_steps": -1, "total_timesteps": 260, "target_update_interval": 3}
+        _, folder = run(run_name=name, **flags)
+        return torch.cat([weight.flatten() for weight in load(folder)["q_net"].values()])
+
+    expected = weights("plain")
+    np.random.rand(77)
+    torch.rand(77)
+    assert torch.equal(weights("other numbers were drawn"), expected)
+    torch.set_num_threads(2)
+    assert torch.equal(weights("two threads"), expected)
+    torch.set_flush_denormal(True)
+    assert torch.equal(weights("denormals flushed"), expected)
+
+
 def test_time_limits_bootstrap_and_ends_do_not(run) -> None:
     _, folder = run(**SHORT, checkpoint_replay=True, gamma=0.5)
-    rings, held = load(folder)["replay"]["rings"], load(folder)["replay"]["held"]
-    obs, next_obs, discount = rings[0][:held], rings[1][:held], rings[4][:held]
+    replay = load(folder)["replay"]
+    obs, next_obs, discount = (replay[name][: replay["held"]] for name in ("obs", "next_obs", "discount"))
     fell = (next_obs[:, 0].abs() > 2.4) | (next_obs[:, 2].abs() > 0.2095)
     assert fell.any() and torch.equal(discount == 0, fell) and set(discount[~fell].tolist()) == {0.5}
     follows = (next_obs[:-1] == obs[1:]).all(1)
@@ -433,16 +982,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch,
     _, whole = run(run_name="whole", **flags)
     interrupt_after(monkeypatch, 300)
     _, halves = run(run_name="halves", **flags)
-    assert f"--resume {halves}" in capsys.readouterr().out and 300 <= load(halves)["counters"][0] < 330
+    assert f"--resume {halves}" in capsys.readouterr().out and 300 <= load(halves)["global_step"] < 330
     monkeypatch.undo()
     summary, _ = run(run_name="halves", resume=str(halves), **flags)
     expected, got = load(whole), load(halves)
     for part in ("q_net", "q_net_target"):
         for name, value in expected[part].items():
             assert torch.equal(value, got[part][name]), name
-    for ours, other in zip(expected["replay"]["rings"], got["replay"]["rings"]):
-        assert torch.equal(ours, other)
-    assert expected["games"]["envs"] == got["games"]["envs"] and summary["env_steps"] == load(whole)["counters"][0]
+    for name, value in expected["replay"].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(got["replay"][name])), name
+    for name in ("envs", "returns", "lengths", "action_space", "numpy_position", "epsilon", "calls", "episodes"):
+        assert expected[name] == got[name], name
+    assert torch.equal(expected["numpy_key"], got["numpy_key"]) and torch.equal(expected["torch"], got["torch"])
+    assert summary["env_steps"] == expected["global_step"]
 
 
 def test_bf16_moves_what_the_network_says_and_reaches_every_weight(run, monkeypatch) -> None:
@@ -477,7 +1029,10 @@ def test_bf16_learns_what_fp32_learns(run, monkeypatch) -> None:
 @pytest.mark.parametrize("flags", [SHORT, ATTENTION | {"total_timesteps": 200}], ids=str)
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
 def test_compiled_learns_what_eager_learns(run, flags) -> None:
-    """Twice in one process with other numbers, since what is compiled first must not serve the second."""
+    """The same updates with other last bits: after 140 of the MLP 7e-8 apart, after 38 of the transformer 2e-5.
+
+    Twice in one process with other numbers, since what is compiled first must not serve the second.
+    """
     for number, more in enumerate([{"lr_schedule": "cosine", "tau": 0.5}, {"gamma": 0.5, "max_grad_norm": 0.1}]):
         more |= {"log_every": 1e9}
         _, eager = run(run_name=f"eager{number}", **flags, **more)
@@ -485,7 +1040,8 @@ def test_compiled_learns_what_eager_learns(run, flags) -> None:
         assert summary["compiled"] and load(compiled)["optimizer"]["step"].item() == summary["updates"] > 30
         assert scalars(compiled)["losses/td_loss"][-1] == pytest.approx(scalars(eager)["losses/td_loss"][-1], rel=1e-3)
         for name, value in load(eager)["q_net"].items():
-            torch.testing.assert_close(load(compiled)["q_net"][name], value, atol=1e-3, rtol=0)
+            atol = 1e-3 if "policy" in flags else 1e-5
+            torch.testing.assert_close(load(compiled)["q_net"][name], value, atol=atol, rtol=0)
 
 
 def test_adam_is_pytorchs_to_the_bit_and_skips_what_is_not_finite() -> None:
@@ -508,7 +1064,7 @@ def bias(summary: dict, folder: Path) -> list[float]:
 
 
 def updates(summary: dict, folder: Path) -> int:
-    return load(folder)["counters"][1]
+    return load(folder)["updates"]
 
 
 FLAGS = {  # another value than QUICK's, and where it shows
@@ -516,8 +1072,8 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "total_timesteps": (800, lambda s, f: s["env_steps"]),
     "run_name": ("other", lambda s, f: f.name),
     "env_id": ("SnakeBlocks-v0", lambda s, f: scalars(f)["charts/episodic_return"][-1] < -100),
-    "board": ("5x7", lambda s, f: load(f)["games"]["obs"].shape),
-    "num_envs": (3, lambda s, f: load(f)["games"]["obs"].shape),
+    "board": ("5x7", lambda s, f: load(f)["obs"].shape),
+    "num_envs": (3, lambda s, f: load(f)["obs"].shape),
     "policy": ("transformer", lambda s, f: s["sdpa"]),
     "learning_rate": (1e-2, bias),
     "lr_schedule": ("cosine", lambda s, f: scalars(f)["train/learning_rate"][-1]),
@@ -529,8 +1085,8 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "train_freq": (8, updates),
     "gradient_steps": (3, updates),
     "target_update_interval": (50, lambda s, f: list(load(f)["q_net_target"].values())[-1].tolist()),
-    "exploration_fraction": (1.0, lambda s, f: load(f)["games"]["actions"]),
-    "exploration_initial_eps": (0.3, lambda s, f: load(f)["games"]["actions"]),
+    "exploration_fraction": (1.0, lambda s, f: load(f)["action_space"]),
+    "exploration_initial_eps": (0.3, lambda s, f: load(f)["action_space"]),
     "exploration_final_eps": (0.3, lambda s, f: scalars(f)["rollout/exploration_rate"][-1]),
     "max_grad_norm": (1e-3, bias),
     "threads": (2, lambda s, f: s["device"]),
@@ -539,11 +1095,10 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "eval_episodes": (4, lambda s, f: s["eval_episodes"]),
     "checkpoint_replay": (True, lambda s, f: "replay" in load(f)),
     "video": (True, lambda s, f: (f / "videos" / "game.gif").exists()),
-    "profile": (True, lambda s, f: (f / "profile.json").exists()),
 }
 ELSEWHERE = {  # have a test of their own, here or for the same block in test_dqn_snake.py
     "device", "max_seconds", "episodes", "run_dir", "bf16", "fp16", "tf32", "compile", "compile_mode", "cudagraph",
-    "sdpa", "flash_attention", "dropout", "learning_rate_end", "per_env_epsilon", "checkpoint_every", "resume",
+    "sdpa", "flash_attention", "dropout", "learning_rate_end", "checkpoint_every", "resume",
     "evaluate", "render", "import_sb3", "export_sb3", "wandb",
 }  # fmt: skip
 
@@ -561,8 +1116,92 @@ def test_no_flag_is_without_a_test() -> None:
 @pytest.mark.parametrize("flag", FLAGS)
 def test_every_flag_changes_what_it_says(run, plain, flag) -> None:
     value, look = FLAGS[flag]
-    more = {"env_id": "SnakeOneHot-v0"} if flag == "policy" else {"board": "9x9"} if flag == "env_id" else {}
+    more = {
+        "policy": {"env_id": "SnakeOneHot-v0"},
+        "env_id": {"board": "9x9"},
+        "threads": {"total_timesteps": 60, "learning_starts": 60},  # two threads crawl beside another busy process
+    }.get(flag, {})
     assert look(*run(**{flag: value} | more)) != look(*plain)
+
+
+class Large(gym.Env):
+    """A game without end, drawn large."""
+
+    observation_space, action_space = gym.spaces.Box(0, 1, (2,)), gym.spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array", "human"]}
+    drawn = 0
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.zeros(2, np.float32), 0.0, False, Large.drawn == 0 and self.steps % 50 == 0, {}
+
+    def render(self):
+        Large.drawn += 1
+        if Large.drawn > 30:
+            raise RuntimeError("drawn too often")
+        return np.full((1000, 2000, 3), Large.drawn % 256, np.uint8)
+
+
+gym.register("Large-v0", lambda **kwargs: Large(**kwargs))
+
+
+def test_a_gif_is_bounded_in_frames_and_size_and_written_as_it_comes(run, monkeypatch) -> None:
+    from PIL import Image
+
+    monkeypatch.setattr(script, "GIF_FRAMES", 20)
+    Large.drawn = 0
+    _, folder = run(env_id="Large-v0", board=None, video=True, total_timesteps=60)
+    with Image.open(folder / "videos" / "game.gif") as gif:
+        assert gif.size == (640, 320) and gif.n_frames == 20
+    assert Large.drawn == 20
+
+
+def test_a_game_that_cannot_be_drawn_costs_one_line(run, capsys, monkeypatch) -> None:
+    Large.drawn = 0
+    monkeypatch.setattr(Large, "render", lambda _: 1 / 0)
+    summary, folder = run(env_id="Large-v0", board=None, video=True, total_timesteps=60)
+    assert "--video: Large-v0 cannot be drawn (ZeroDivisionError: division by zero)" in capsys.readouterr().out
+    assert json.loads((folder / "summary.json").read_text()) == summary and summary["eval_episodes"] == 3
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"env_id": "Large-v0", "board": None, "evaluate": str(folder), "render": True}))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "--render: Large-v0 cannot be shown" in said
+
+
+def test_render_without_pygame_is_one_line(run, capsys, monkeypatch) -> None:
+    _, folder = run(env_id="CartPole-v1", board=None, total_timesteps=60)
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"env_id": "CartPole-v1", "board": None, "evaluate": str(folder), "render": True}))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "pygame" in said and "pip install" in said
+
+
+def test_nothing_that_only_unix_has_is_needed(tmp_path) -> None:
+    words = f"--board 5x5 --device cpu --total-timesteps 300 --eval-episodes 2 --threads 1 --run-dir {tmp_path}".split()
+    code = f"""
+import os, signal, sys
+for name in "resource fcntl termios pwd grp pty syslog".split():
+    sys.modules[name] = None
+for place, names in (os, "sysconf sched_getaffinity fork"), (signal, "pthread_sigmask SIGKILL SIGALRM"):
+    for name in names.split():
+        if hasattr(place, name):
+            delattr(place, name)
+sys.argv = ["dqn_snake_sb3_compat.py", *{words}]
+import runpy
+runpy.run_path("dqn_snake_sb3_compat.py", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "eval_score_mean" in done.stdout, done.stderr
+    (summary,) = tmp_path.glob("*/summary.json")
+    assert json.loads(summary.read_text())["peak_memory_gib"] is None
 
 
 def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> None:
@@ -596,7 +1235,12 @@ BAD = [
     *({name: 0} for name in "num_envs batch_size buffer_size threads train_freq gradient_steps episodes".split()),
     *({name: -1} for name in "total_timesteps max_seconds learning_starts seed".split()),
     {"gradient_steps": -2}, {"learning_rate": 0.0}, {"learning_rate": math.nan}, {"tau": 0.0}, {"gamma": 1.5},
-    {"exploration_initial_eps": 1.5}, {"seed": 2**32}, {"env_id": "Nothing-v0"}, {"board": "3x3"}, {"board": "axb"},
+    {"exploration_initial_eps": 1.5}, {"seed": 2**31 - 10_000}, {"threads": 257}, {"eval_episodes": 10_001},
+    {"num_envs": 10**10}, {"num_envs": 2001}, {"board": "6xfoox6"}, {"board": "6"}, {"board": ""}, {"board": "6x6x6"},
+    {"board": "9" * 5000 + "x6"}, {"env_id": ""}, {"env_id": "nowhere:X-v0"}, {"resume": ""}, {"evaluate": ""},
+    {"import_sb3": ""}, {"export_sb3": ""}, {"export_sb3": "a.zip", "evaluate": "latest"},
+    {"resume": "latest", "evaluate": "latest"}, {"import_sb3": "a.zip", "evaluate": "latest"},
+    {"env_id": "Nothing-v0"}, {"board": "3x3"}, {"board": "axb"},
     {"env_id": "Pendulum-v1", "board": None}, {"env_id": "FrozenLake-v1", "board": None},
     {"env_id": "CartPole-v1", "board": "6x6"}, {"policy": "CnnPolicy"}, {"policy": "transformer"},
     {"bf16": True, "fp16": True}, {"render": True}, {"import_sb3": "a.zip", "resume": "latest"}, {"resume": "nowhere"},
