@@ -208,9 +208,9 @@ class SnakeEnv(gym.Env):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Raises ValueError, before anything is changed, for values that no game has."""
-        reason = self._problem(saved)
-        if reason:
-            raise ValueError(f"not a game of Snake on this board: {reason}")
+        problem = self._problem(saved)
+        if problem:
+            raise ValueError(f"not a game of Snake on this board: {problem}")
         vars(self).update(saved, body=deque(saved["body"]), free=list(saved["free"]), slot=dict(saved["slot"]))
 
     def _problem(self, saved: dict[str, Any]) -> str | None:
@@ -405,9 +405,9 @@ class SnakeBatch:
         for name, tensor in state.items():
             if saved[name].dtype != tensor.dtype or saved[name].shape != tensor.shape:
                 raise ValueError(f"{name} must be {tensor.dtype} {list(tensor.shape)}")
-        reason = self._problem(**{name: tensor.cpu() for name, tensor in saved.items()})
-        if reason:
-            raise ValueError(f"not games of Snake on this board: {reason}")
+        problem = self._problem(**{name: tensor.cpu() for name, tensor in saved.items()})
+        if problem:
+            raise ValueError(f"not games of Snake on this board: {problem}")
         for name, tensor in state.items():
             tensor.copy_(saved[name])
 
@@ -594,15 +594,18 @@ class SnakeVectorEnv(VectorEnv):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None
     ) -> tuple[np.ndarray, dict]:
-        one_seed = seed is None or np.ndim(seed) == 0
-        super().reset(seed=seed if one_seed else None)
-        if not one_seed and len(seed) != self.num_envs:
-            raise ValueError(f"{len(seed)} seeds for {self.num_envs} games: must be as many, or one seed for all")
-        if self.batch is None or (one_seed and seed is not None):
-            first = int(self.np_random.integers(2**32)) if seed is None or not one_seed else seed
-            self.batch = SnakeBatch(self.num_envs, seed=first, **self.kwargs)
-        if not one_seed:
-            for lane, lane_seed in enumerate(seed):
+        seeds = None
+        if np.ndim(seed) > 0:  # one for each lane
+            seeds, seed = seed, None
+            if len(seeds) != self.num_envs:
+                raise ValueError(f"{len(seeds)} seeds for {self.num_envs} games: must be as many, or one for all")
+        super().reset(seed=seed)
+        if seed is None and self.batch is None:
+            seed = int(self.np_random.integers(2**32))
+        if seed is not None:
+            self.batch = SnakeBatch(self.num_envs, seed=seed, **self.kwargs)
+        if seeds is not None:
+            for lane, lane_seed in enumerate(seeds):
                 if lane_seed is not None:
                     self.batch.key[lane] = _lane_key(lane_seed, 0)
                     self.batch.draws[lane] = 0
