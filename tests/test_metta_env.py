@@ -156,6 +156,7 @@ def play_both(rules: dict, lanes: int, steps: int, fixed_shapes: bool = False) -
 def test_a_lane_does_not_depend_on_the_others_and_a_seed_repeats() -> None:
     few, many, other = MettaBatch(2, seed=2, **BATTLE), MettaBatch(9, seed=2, **BATTLE), MettaBatch(2, seed=3, **BATTLE)
     assert torch.equal(few.reset(), many.reset()[: few.num_agents])
+    assert len({tuple(lane.tolist()) for lane in many.obs.view(9, -1)}) == 9
     assert not torch.equal(other.reset(), few.obs)
     rng = np.random.default_rng(0)
     for _ in range(200):
