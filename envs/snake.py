@@ -134,7 +134,8 @@ class SnakeEnv(gym.Env):
     """The rule book: one game, written to be read.
 
     `rules` are the fields of `Rules`. Observation: `Rules.observation_space`. Actions: 0 up, 1 right, 2 down, 3 left.
-    `info` holds `score` (food eaten) and `won`. `lane` picks the random stream, as lane i of `SnakeBatch` has it.
+    Others raise ValueError. `info` holds `score` (food eaten) and `won`. `lane` picks the random stream, as lane i of
+    `SnakeBatch` has it.
     """
 
     metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 12}
@@ -164,7 +165,7 @@ class SnakeEnv(gym.Env):
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         rules = self.rules
-        if action not in range(4):  # -1 would read the last direction of MOVES
+        if action not in (0, 1, 2, 3):  # -1 would read the last direction of MOVES
             raise ValueError(f"action {action}: must be 0, 1, 2 or 3")
         action = int(action)
         if not (rules.reversal_guard and action ^ 2 == self.heading):
@@ -577,7 +578,8 @@ class SnakeVectorEnv(VectorEnv):
 
     `reset(seed=s)` starts the lanes' streams of seed s: lane i plays what `SnakeEnv(lane=i)` plays with that seed.
     A list of seeds is one for each lane: lane i then plays what a `SnakeEnv()` of its own, as `SyncVectorEnv` would
-    have it, plays with seed i of the list, and goes on with its stream where that is None.
+    have it, plays with seed i of the list, and goes on with its stream where that is None. `info` is what
+    `SyncVectorEnv` makes of the rule book's. Actions other than (num_envs,) whole numbers 0 to 3 raise ValueError.
     """
 
     metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
