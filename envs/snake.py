@@ -134,7 +134,8 @@ class SnakeEnv(gym.Env):
     """The rule book: one game, written to be read.
 
     `rules` are the fields of `Rules`. Observation: `Rules.observation_space`. Actions: 0 up, 1 right, 2 down, 3 left.
-    `info` holds `score` (food eaten) and `won`. `lane` picks the random stream, as lane i of `SnakeBatch` has it.
+    Others raise ValueError. `info` holds `score` (food eaten) and `won`. `lane` picks the random stream, as lane i of
+    `SnakeBatch` has it.
     """
 
     metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 12}
@@ -164,7 +165,7 @@ class SnakeEnv(gym.Env):
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         rules = self.rules
-        if action not in range(4):  # -1 would read the last direction of MOVES
+        if action not in (0, 1, 2, 3):  # -1 would read the last direction of MOVES
             raise ValueError(f"action {action}: must be 0, 1, 2 or 3")
         action = int(action)
         if not (rules.reversal_guard and action ^ 2 == self.heading):
@@ -208,9 +209,9 @@ class SnakeEnv(gym.Env):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Raises ValueError, before anything is changed, for values that no game has."""
-        reason = self._problem(saved)
-        if reason:
-            raise ValueError(f"not a game of Snake on this board: {reason}")
+        problem = self._problem(saved)
+        if problem:
+            raise ValueError(f"not a game of Snake on this board: {problem}")
         vars(self).update(saved, body=deque(saved["body"]), free=list(saved["free"]), slot=dict(saved["slot"]))
 
     def _problem(self, saved: dict[str, Any]) -> str | None:
@@ -405,9 +406,9 @@ class SnakeBatch:
         for name, tensor in state.items():
             if saved[name].dtype != tensor.dtype or saved[name].shape != tensor.shape:
                 raise ValueError(f"{name} must be {tensor.dtype} {list(tensor.shape)}")
-        reason = self._problem(**{name: tensor.cpu() for name, tensor in saved.items()})
-        if reason:
-            raise ValueError(f"not games of Snake on this board: {reason}")
+        problem = self._problem(**{name: tensor.cpu() for name, tensor in saved.items()})
+        if problem:
+            raise ValueError(f"not games of Snake on this board: {problem}")
         for name, tensor in state.items():
             tensor.copy_(saved[name])
 
@@ -577,7 +578,8 @@ class SnakeVectorEnv(VectorEnv):
 
     `reset(seed=s)` starts the lanes' streams of seed s: lane i plays what `SnakeEnv(lane=i)` plays with that seed.
     A list of seeds is one for each lane: lane i then plays what a `SnakeEnv()` of its own, as `SyncVectorEnv` would
-    have it, plays with seed i of the list, and goes on with its stream where that is None.
+    have it, plays with seed i of the list, and goes on with its stream where that is None. `info` is what
+    `SyncVectorEnv` makes of the rule book's. Actions other than (num_envs,) whole numbers 0 to 3 raise ValueError.
     """
 
     metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -594,15 +596,18 @@ class SnakeVectorEnv(VectorEnv):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None
     ) -> tuple[np.ndarray, dict]:
-        one_seed = seed is None or np.ndim(seed) == 0
-        super().reset(seed=seed if one_seed else None)
-        if not one_seed and len(seed) != self.num_envs:
-            raise ValueError(f"{len(seed)} seeds for {self.num_envs} games: must be as many, or one seed for all")
-        if self.batch is None or (one_seed and seed is not None):
-            first = int(self.np_random.integers(2**32)) if seed is None or not one_seed else seed
-            self.batch = SnakeBatch(self.num_envs, seed=first, **self.kwargs)
-        if not one_seed:
-            for lane, lane_seed in enumerate(seed):
+        seeds = None
+        if np.ndim(seed) > 0:  # one for each lane
+            seeds, seed = seed, None
+            if len(seeds) != self.num_envs:
+                raise ValueError(f"{len(seeds)} seeds for {self.num_envs} games: must be as many, or one for all")
+        super().reset(seed=seed)
+        if seed is None and self.batch is None:
+            seed = int(self.np_random.integers(2**32))
+        if seed is not None:
+            self.batch = SnakeBatch(self.num_envs, seed=seed, **self.kwargs)
+        if seeds is not None:
+            for lane, lane_seed in enumerate(seeds):
                 if lane_seed is not None:
                     self.batch.key[lane] = _lane_key(lane_seed, 0)
                     self.batch.draws[lane] = 0

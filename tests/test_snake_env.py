@@ -266,7 +266,20 @@ def edits_of_games() -> dict:
     def two_slots_of_one_cell(state: dict) -> None:
         state["free"][2, 0] = state["free"][2, 1]
 
+    def no_food(state: dict) -> None:  # with all else as it has to be then
+        cell, number = food(state), state["num_free"][2].item()
+        state["codes"][2, cell] = EMPTY
+        state["free"][2, number] = cell
+        state["slot"][2, cell] = number
+        state["num_free"][2] += 1
+
+    def head_in_the_body(state: dict) -> None:
+        lanes, cells = (state["codes"] == BODY + 3).nonzero().unbind(1)
+        state["codes"][lanes[0], cells[0]] = HEAD + 3
+
     return {
+        "no food": no_food,
+        "head in the body": head_in_the_body,
         "code": at("codes", 10, free),
         "no head": at("codes", EMPTY, head),
         "head with another heading": turned_head,
@@ -311,6 +324,33 @@ def test_games_that_cannot_be_are_refused_before_anything_is_changed(what: str) 
         second.load_state_dict(state)
     for name, tensor in second.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_a_body_that_leads_elsewhere_is_refused() -> None:
+    """Whichever of its cells it is, and wherever else that leads."""
+    batch = played()
+    state = {name: tensor.clone() for name, tensor in batch.state_dict().items()}
+    bodies = ((state["codes"] >= BODY) & (state["codes"] < HEAD)).nonzero().tolist()
+    assert len(bodies) > 20
+    for lane, cell in bodies:
+        right = state["codes"][lane, cell].item()
+        for code in range(BODY, HEAD):
+            state["codes"][lane, cell] = code
+            if code != right:
+                with pytest.raises(ValueError, match="not games of Snake"):
+                    batch.load_state_dict(state)
+        state["codes"][lane, cell] = right
+    batch.load_state_dict(state)
+
+
+def test_a_head_without_a_body_must_look_where_it_is_said_to() -> None:
+    batch = SnakeBatch(3, board=(5, 5), start_length=1)
+    batch.reset()
+    state = {name: tensor.clone() for name, tensor in batch.state_dict().items()}
+    batch.load_state_dict(state)
+    state["heading"][1] = 2
+    with pytest.raises(ValueError, match="head"):
+        batch.load_state_dict(state)
 
 
 def played_single() -> SnakeEnv:
@@ -359,6 +399,22 @@ def test_a_single_game_that_cannot_be_is_refused_before_anything_is_changed(chan
     for broken in (None, {}, {name: value for name, value in state.items() if name != "free"}):
         with pytest.raises(ValueError, match="not a game of Snake"):
             env.load_state_dict(broken)
+
+
+def with_free_cells(state: dict, free: list[int]) -> dict:
+    return state | {"free": free, "slot": {cell: i for i, cell in enumerate(free)}}
+
+
+def test_a_single_game_that_fits_together_but_not_on_a_board_is_refused() -> None:
+    env = played_single()
+    state = env.state_dict()
+    folded = state | dict(body=[5, 6, 5, 6], heading=1, food=7, score=1)
+    twice = with_free_cells(folded, [cell for cell in range(100) if cell not in (5, 6, 7)])
+    fewer = with_free_cells(state, state["free"][:-1])
+    for broken in (twice, fewer):
+        with pytest.raises(ValueError, match="not a game of Snake"):
+            env.load_state_dict(broken)
+    env.load_state_dict(with_free_cells(state, state["free"][::-1]))
 
 
 def test_a_single_game_of_another_board_is_refused() -> None:

@@ -1,0 +1,42 @@
+"""The versions that are said to work: the lowest are pinned once more, and a small run of Snake goes all the way.
+
+.ci/run runs this file and the tests of the Snake environment with the lowest versions, and with other Pythons.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def requirements(name: str) -> dict[str, str]:
+    """Package -> what is asked of its version."""
+    lines = (ROOT / name).read_text().splitlines()
+    return dict(re.fullmatch(r"([\w-]+)(\S+)", line).groups() for line in lines if line[0] not in "-#")
+
+
+def test_the_lowest_versions_are_those_that_the_requirements_allow() -> None:
+    lowest = requirements("requirements-lowest.txt")
+    del lowest["pytest"]
+    allowed = {name: re.match(r"[>~]=([\d.]+)", asked)[1] for name, asked in requirements("requirements.txt").items()}
+    assert {name: asked.removeprefix("==") for name, asked in lowest.items()} == allowed
+    assert "requirements-lowest.txt" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_a_small_run_trains_saves_evaluates_and_goes_on(tmp_path) -> None:
+    """From the command line, as it is read by the tyro that is installed."""
+
+    def run(*flags: str) -> dict[str, float]:
+        command = [sys.executable, "dqn_snake.py", "--run-dir", str(tmp_path), "--threads", "1", *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads((tmp_path / "small" / "summary.json").read_text())
+
+    sizes = ["--num-envs", "32", "--batch-size", "64", "--learning-starts", "500", "--eval-episodes", "20"]
+    summary = run("--run-name", "small", "--total-timesteps", "3000", *sizes)
+    assert summary["env_steps"] >= 3000 and summary["eval_episodes"] == 20 and summary["env_steps_per_second"] > 0
+    assert (tmp_path / "small" / "videos" / "snake.gif").stat().st_size > 1000
+    assert run("--resume", "latest", "--total-timesteps", "4000")["env_steps"] >= 4000
