@@ -39,10 +39,6 @@ from itertools import chain, count, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-# Before PyTorch loads: idle OpenMP threads sleep soon. By default they spin, and with one other busy process on two
-# cores the run then makes a third of its steps (benchmarks.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 import gymnasium as gym
 import numpy as np
 import torch
@@ -143,7 +139,7 @@ class Args:
     sdpa: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """attention kernel to try first (--policy transformer)"""
     threads: int | None = None
-    """CPU threads (None: 1 for the MLP, else all cores, 8 at most)"""
+    """CPU threads (None: 1 for the MLP, else all cores, 8 at most; fewer where other programs keep them busy)"""
 
     # Input and output
     log_every: float = 2.0
@@ -172,6 +168,7 @@ class Args:
     """mirror TensorBoard to Weights & Biases (pip install wandb)"""
 
 
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 COMMAND_LINE_ONLY = {"run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"}
 COMMAND_LINE_ONLY |= {"import_sb3", "export_sb3"}  # never from a checkpoint; nor an env id that names a module, a:b
 SETTINGS = {  # flags that can be set in the environment or in a file named .env
@@ -210,9 +207,9 @@ def settings() -> tuple[dict[str, int | bool], dict[str, str]]:
 
 def resolve(args: Args, device: torch.device) -> Args:
     """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if args.threads is None:
-        args = replace(args, threads=1 if args.policy == "MlpPolicy" and args.batch_size < 1024 else min(cores, 8))
+        small = args.policy == "MlpPolicy" and args.batch_size < 1024
+        args = replace(args, threads=1 if small else pick_threads(CORES))
     if args.total_timesteps is None and args.episodes is None and args.max_seconds is None:
         args = replace(args, max_seconds=120.0)
     if args.flash_attention and args.sdpa == "auto":
@@ -580,9 +577,9 @@ def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, flo
 def put_back(env: SnakeEnv, state: dict[str, Any], obs: torch.Tensor) -> None:
     """Go on with a saved game. Raises one of MALFORMED for what is no game of this board, seen as `obs`."""
     plain = {name: value for name, value in env.state_dict().items() if name not in ("body", "free", "slot", "food")}
-    reason = difference({name: state[name] for name in plain}, plain)
-    if reason or len(state) != len(plain) + 4 or not state["heading"] < len(MOVES):
-        raise ValueError(reason or "other parts than a game has")
+    fits = structure({name: state[name] for name in plain}) == structure(plain)
+    if not fits or len(state) != len(plain) + 4 or not state["heading"] < len(MOVES):
+        raise ValueError("other parts than a game has")
     cells = [*state["body"], *state["free"]]
     if state["food"] is not None:
         cells.append(state["food"])
@@ -732,9 +729,8 @@ def sb3_counters(data: dict[str, Any]) -> dict[str, Any]:
         "episodes": data["_episode_num"],
         "epsilon": float(data["exploration_rate"]),
     }
-    reason = difference(counters, {"global_step": 0, "updates": 0, "calls": 0, "episodes": 0, "epsilon": 0.0})
-    if reason:
-        raise ValueError(reason)
+    if structure(counters) != {**dict.fromkeys(counters, int), "epsilon": float}:
+        raise ValueError(f"its counters are {counters}")
     return counters
 
 
@@ -872,6 +868,31 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         refuse("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def matmul_rate(threads: int) -> float:
+    """Matrix products per second on so many threads, over 0.2 s: some turns of the scheduler."""
+    torch.set_num_threads(threads)
+    x, products, started = torch.ones(256, 256), 0, time.perf_counter()
+    while time.perf_counter() < started + 0.2:
+        torch.relu_(x @ x)
+        products += 1
+    return products / (time.perf_counter() - started)
+
+
+def pick_threads(cores: int) -> int:
+    """A thread for each core, 8 at most, or fewer where fewer are faster: when other programs are busy here.
+
+    Threads wait for the slowest of them, spinning. Beside one busy process on two cores, two make 2,900 steps/s and
+    one 5,200 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
+    """
+    most = min(cores, 8)
+    rates = {threads: matmul_rate(threads) for threads in sorted({most, max(most - 1, 1), max(most // 2, 1), 1})}
+    best = max(rates, key=rates.get)
+    if rates[best] < 1.1 * rates[most]:
+        return most
+    say(f"other programs are busy here: {best} of {most} threads are faster (--threads decides)")
+    return best
 
 
 def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> torch.dtype:
@@ -1113,43 +1134,26 @@ def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
 
 
-def difference(saved: Any, expected: Any, name: str = "it") -> str | None:
-    """The first place in which `saved`, which was loaded, is not built as `expected` is; None if there is none.
-
-    Names, types, lengths, dtypes and shapes must be the same, tensors dense, on the CPU and finite, whole numbers not
-    negative.
-    """
-    kinds = [dict if isinstance(value, dict) else type(value) for value in (saved, expected)]
-    if kinds[0] is not kinds[1]:
-        return f"{name} is of type {kinds[0].__name__}, not {kinds[1].__name__}"
-    if isinstance(expected, torch.Tensor):
-        if saved.layout != torch.strided or saved.device.type != "cpu":
-            return f"{name} is not dense"
-        if saved.dtype != expected.dtype or saved.shape != expected.shape:
-            return f"{name} is {saved.dtype} {list(saved.shape)}, not {expected.dtype} {list(expected.shape)}"
-        if saved.is_floating_point() and not saved.isfinite().all():
-            return f"{name} is not finite"
-    elif isinstance(expected, dict):
-        if set(saved) != set(expected):
-            return f"{name} has other parts: {', '.join(sorted(str(key) for key in set(saved) ^ set(expected))[:5])}"
-        parts = (difference(saved[key], expected[key], f"{name}.{key}".removeprefix("it.")) for key in expected)
-        return next(filter(None, parts), None)
-    elif isinstance(expected, (list, tuple)):
-        if len(saved) != len(expected):
-            return f"{name} has {len(saved)} parts, not {len(expected)}"
-        parts = (difference(*pair, f"{name}.{number}") for number, pair in enumerate(zip(saved, expected)))
-        return next(filter(None, parts), None)
-    elif type(saved) in (int, float) and not (math.isfinite(saved) and (saved >= 0 or type(saved) is float)):
-        return f"{name} is {saved}"
-    return None
+def structure(value: Any) -> Any:
+    """Names, types, dtypes and shapes of what was saved; None for what no run saves, such as NaN or sparse tensors."""
+    if isinstance(value, dict):
+        return {name: structure(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [structure(part) for part in value]
+    if isinstance(value, torch.Tensor):
+        is_dense = value.layout == torch.strided
+        is_finite = is_dense and (not value.is_floating_point() or bool(value.isfinite().all()))
+        return (value.dtype, value.shape) if is_finite else None
+    if type(value) in (int, float) and not -math.inf < value < math.inf or type(value) is int and value < 0:
+        return None
+    return type(value)
 
 
 def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
-    """Refuse a checkpoint whose parts are not built as `expected`; `flags` are those that decide it."""
+    """Refuse a checkpoint with parts that are not built as `expected`; `flags` are those that decide it."""
     for name, part in expected.items():
-        reason = difference(saved[name], part, name) if name in saved else f"there is no {name}"
-        if reason:
-            refuse(f"{asked}: does not fit ({reason}); {flags} must be as they were")
+        if name not in saved or structure(saved[name]) != structure(part):
+            refuse(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
 def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
@@ -1233,6 +1237,11 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     def elapsed() -> float:
         return seconds_before + time.perf_counter() - started
 
+    def progress() -> float:
+        steps = global_step / (imported_steps + (args.total_timesteps or math.inf))
+        games = episodes / (imported_episodes + (args.episodes or math.inf))
+        return max(steps, games, elapsed() / (args.max_seconds or math.inf))
+
     def run_state() -> dict[str, Any]:
         """All there is to a run, as tensors and plain values. Of games, only Snake can be put back to where it was."""
         _, numpy_key, numpy_position, *_ = np.random.get_state()
@@ -1311,6 +1320,10 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     if args.resume is not None:
         path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
         load_run_state(saved)
+        if progress() >= 1:
+            over = f"its run is over after {global_step:,} steps, {episodes:,} games and {elapsed():.0f} s"
+            works = "a larger --total-timesteps, --episodes or --max-seconds works"
+            refuse(f"--resume {args.resume}: {over}; {works}")
         folder = path.parent
         write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
         for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
@@ -1339,11 +1352,6 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     threads = f"cpu, {torch.get_num_threads()} threads"
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     say(f"{folder} on {device_name}")
-
-    def progress() -> float:
-        steps = global_step / (imported_steps + (args.total_timesteps or math.inf))
-        games = episodes / (imported_episodes + (args.episodes or math.inf))
-        return max(steps, games, elapsed() / (args.max_seconds or math.inf))
 
     def due(what: str) -> bool:
         every = getattr(args, f"{what}_every")
@@ -1601,6 +1609,9 @@ def parse() -> tuple[Args, dict[str, str]]:
         if ":" in values["env_id"] and args.env_id == Args.env_id:
             works = f"with --env-id {values['env_id']} on the command line it does"
             refuse(f"--{flag} {name}: does not choose by itself which module to import; {works}")
+        limits = "total_timesteps", "episodes", "max_seconds"
+        if any(getattr(args, limit) is not None for limit in limits):
+            values |= dict.fromkeys(limits)  # a new limit takes the place of the old ones
         found = {flag: str(path)}  # looked up once: the latest may soon be another one
         sources = {setting: name for setting in SETTINGS.values() if values[setting] != getattr(Args, setting)}
     elif args.import_sb3 is not None:
