@@ -1306,7 +1306,8 @@ def main(args: Args) -> dict:
             expected["optimizer"] = adam_state(weights)
         if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
             del expected["scaler"]
-        same_device = getattr(saved.get("generator"), "shape", None) == expected["generator"].shape
+        random = saved.get("generator")
+        same_device = not isinstance(random, torch.Tensor) or random.shape == expected["generator"].shape
         if not same_device:
             del expected["generator"]
         flags = SHAPES + (" and --buffer-size, --num-collectors, --envs-per-collector" if "replay" in expected else "")
