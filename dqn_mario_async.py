@@ -34,10 +34,6 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-# Before PyTorch loads: idle OpenMP threads sleep soon. By default they spin, and with one other busy process on two
-# cores the run then makes a third of its steps (benchmarks.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 import numpy as np
 import torch
 import torch.multiprocessing
@@ -170,7 +166,8 @@ class Args:
     cudagraph: bool = False
     """capture the update as a CUDA graph"""
     threads: int | None = None
-    """the learner's CPU threads (None: the cores that no collector takes, 8 at most)"""
+    """the learner's CPU threads (None: the cores that no collector takes, 8 at most; fewer where other programs keep
+    them busy)"""
 
     # Input and output
     log_every: float = 10.0
@@ -214,7 +211,8 @@ def resolve(args: Args, device: torch.device) -> Args:
     if args.total_timesteps is None:
         defaults["max_seconds"] = 900.0
     collectors = defaults["num_collectors"] if args.num_collectors is None else args.num_collectors
-    defaults["threads"] = min(max(CORES - collectors, 1), 8)
+    if args.threads is None:
+        defaults["threads"] = pick_threads(max(CORES - collectors, 1))
     args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
 
     shares = {"gamma", "tau", "start_e", "end_e", "exploration_fraction", "alpha", "beta"}
@@ -930,6 +928,31 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def matmul_rate(threads: int) -> float:
+    """Matrix products per second on so many threads, over 0.2 s: some turns of the scheduler."""
+    torch.set_num_threads(threads)
+    x, products, started = torch.ones(256, 256), 0, time.perf_counter()
+    while time.perf_counter() < started + 0.2:
+        torch.relu_(x @ x)
+        products += 1
+    return products / (time.perf_counter() - started)
+
+
+def pick_threads(cores: int) -> int:
+    """A thread for each core, 8 at most, or fewer where fewer are faster: when other programs are busy here.
+
+    Threads wait for the slowest of them, spinning. Beside one busy process on two cores, two make 2,900 steps/s and
+    one 5,200 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
+    """
+    most = min(cores, 8)
+    rates = {threads: matmul_rate(threads) for threads in sorted({most, max(most - 1, 1), max(most // 2, 1), 1})}
+    best = max(rates, key=rates.get)
+    if rates[best] < 1.1 * rates[most]:
+        return most
+    say(f"other programs are busy here: {best} of {most} threads are faster (--threads decides)")
+    return best
+
+
 def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> torch.dtype:
     """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
     if device.type == "cuda":
@@ -1169,43 +1192,26 @@ def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
 
 
-def difference(saved: Any, expected: Any, name: str = "it") -> str | None:
-    """The first place in which `saved`, which was loaded, is not built as `expected` is; None if there is none.
-
-    Names, types, lengths, dtypes and shapes must be the same, tensors dense, on the CPU and finite, whole numbers not
-    negative.
-    """
-    kinds = [dict if isinstance(value, dict) else type(value) for value in (saved, expected)]
-    if kinds[0] is not kinds[1]:
-        return f"{name} is of type {kinds[0].__name__}, not {kinds[1].__name__}"
-    if isinstance(expected, torch.Tensor):
-        if saved.layout != torch.strided or saved.device.type != "cpu":
-            return f"{name} is not dense"
-        if saved.dtype != expected.dtype or saved.shape != expected.shape:
-            return f"{name} is {saved.dtype} {list(saved.shape)}, not {expected.dtype} {list(expected.shape)}"
-        if saved.is_floating_point() and not saved.isfinite().all():
-            return f"{name} is not finite"
-    elif isinstance(expected, dict):
-        if set(saved) != set(expected):
-            return f"{name} has other parts: {', '.join(sorted(str(key) for key in set(saved) ^ set(expected))[:5])}"
-        parts = (difference(saved[key], expected[key], f"{name}.{key}".removeprefix("it.")) for key in expected)
-        return next(filter(None, parts), None)
-    elif isinstance(expected, (list, tuple)):
-        if len(saved) != len(expected):
-            return f"{name} has {len(saved)} parts, not {len(expected)}"
-        parts = (difference(*pair, f"{name}.{number}") for number, pair in enumerate(zip(saved, expected)))
-        return next(filter(None, parts), None)
-    elif type(saved) in (int, float) and not (math.isfinite(saved) and (saved >= 0 or type(saved) is float)):
-        return f"{name} is {saved}"
-    return None
+def structure(value: Any) -> Any:
+    """Names, types, dtypes and shapes of what was saved; None for what no run saves, such as NaN or sparse tensors."""
+    if isinstance(value, dict):
+        return {name: structure(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [structure(part) for part in value]
+    if isinstance(value, torch.Tensor):
+        is_dense = value.layout == torch.strided
+        is_finite = is_dense and (not value.is_floating_point() or bool(value.isfinite().all()))
+        return (value.dtype, value.shape) if is_finite else None
+    if type(value) in (int, float) and not -math.inf < value < math.inf or type(value) is int and value < 0:
+        return None
+    return type(value)
 
 
 def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
-    """Refuse a checkpoint whose parts are not built as `expected`; `flags` are those that decide it."""
+    """Refuse a checkpoint with parts that are not built as `expected`; `flags` are those that decide it."""
     for name, part in expected.items():
-        reason = difference(saved[name], part, name) if name in saved else f"there is no {name}"
-        if reason:
-            refuse(f"{asked}: does not fit ({reason}); {flags} must be as they were")
+        if name not in saved or structure(saved[name]) != structure(part):
+            refuse(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
 def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
@@ -1287,6 +1293,7 @@ def main(args: Args) -> dict:
             "target_network": target_network.state_dict(),
             "optimizer": optimizer.state_dict()["state"],
             "scaler": scaler.state_dict(),
+            "device": replay.device.type,  # of the generator
             "generator": generator.get_state(),
             "global_step": global_step,
             "updates": updates,
@@ -1306,10 +1313,9 @@ def main(args: Args) -> dict:
             expected["optimizer"] = adam_state(weights)
         if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
             del expected["scaler"]
-        random = saved.get("generator")
-        same_device = not isinstance(random, torch.Tensor) or random.shape == expected["generator"].shape
+        same_device = saved.get("device") == replay.device.type
         if not same_device:
-            del expected["generator"]
+            del expected["device"], expected["generator"]
         flags = SHAPES + (" and --buffer-size, --num-collectors, --envs-per-collector" if "replay" in expected else "")
         refuse_if_different(asked, saved, expected, flags)
         try:
@@ -1342,8 +1348,8 @@ def main(args: Args) -> dict:
         path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
         load_run_state(saved)
         if progress() >= 1:
-            done = f"{global_step:,} steps and {seconds_before:,.0f} seconds are what was asked for"
-            refuse(f"--resume {args.resume}: {done}; a larger --total-timesteps or --max-seconds works")
+            over = f"its run is over after {global_step:,} steps and {elapsed():.0f} s"
+            refuse(f"--resume {args.resume}: {over}; a larger --total-timesteps or --max-seconds works")
         folder = path.parent
         write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
         for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
@@ -1560,7 +1566,7 @@ def main(args: Args) -> dict:
             time.sleep(0.01)  # until all of them play
             look_after()
         last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
-        writer.add_scalar("perf/warmup_s", time.perf_counter() - started, global_step)
+        write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
         count_steps(False)
         watch.mark()
         while progress() < 1 and not interrupts:
@@ -1672,8 +1678,8 @@ def parse() -> Args:
         return args
     path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
     flags = saved_flags(f"--{flag}", name, saved["args"])
-    if args.total_timesteps is not None or args.max_seconds is not None:  # a new end takes the place of the old one
-        flags |= {"total_timesteps": None, "max_seconds": None}
+    if args.total_timesteps is not None or args.max_seconds is not None:
+        flags |= {"total_timesteps": None, "max_seconds": None}  # a new limit takes the place of the old ones
     args = tyro.cli(Args, default=Args(**flags), description=__doc__)
     return replace(args, **{flag: str(path)})  # looked up once: the latest may soon be another one
 
