@@ -659,7 +659,8 @@ class MarioVectorEnv(VectorEnv):
     """`MarioBatch` for users of Gymnasium's vector API: finished games restart in the same step.
 
     `reset(seed=s)` starts the lanes' streams of seed s: lane i plays what `MarioEnv(lane=i)` plays with that seed.
-    With a list, a seed for each lane, who has None goes on with its stream.
+    A list of seeds is one for each lane: lane i then plays what a `MarioEnv()` of its own plays with seed i of the
+    list, and goes on with its stream where that is None.
     """
 
     metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -676,17 +677,18 @@ class MarioVectorEnv(VectorEnv):
         self, *, seed: int | list[int | None] | None = None, options: dict | None = None
     ) -> tuple[np.ndarray, dict]:
         lanes = range(self.num_envs)
-        if not isinstance(seed, (list, tuple)):
+        same = np.ndim(seed) == 0  # one for all lanes
+        if same:
             super().reset(seed=seed)
             seed = [seed] * self.num_envs
         if len(seed) != self.num_envs:
-            raise ValueError(f"seed: {len(seed)} for {self.num_envs} environments")
+            raise ValueError(f"{len(seed)} seeds for {self.num_envs} games: must be as many, or one for all")
         if not self.seeded:
             drawn = int(self.np_random.integers(2**32))
             self.batch.streams, self.seeded = [Stream(drawn, lane) for lane in lanes], True
         for lane in lanes:
             if seed[lane] is not None:
-                self.batch.streams[lane] = Stream(seed[lane], lane)
+                self.batch.streams[lane] = Stream(int(seed[lane]), lane if same else 0)
         infos = {name: np.zeros_like(values) for name, values in self.batch.statistics.items()}
         infos |= {f"_{name}": np.ones(self.num_envs, bool) for name in self.batch.statistics}
         return self.batch.reset().copy(), infos
@@ -698,12 +700,14 @@ class MarioVectorEnv(VectorEnv):
             raise ValueError(f"actions {actions}: must be {self.num_envs} whole numbers from 0 to {last}")
         obs, reward, terminated, truncated, info = self.batch.step(actions)
         final_obs, done = info.pop("final_obs"), terminated | truncated
-        infos = dict(info) | {f"_{name}": np.ones(self.num_envs, bool) for name in info}
+        # A game that has ended shows its last info beside its last observation; what is left is of the new game.
+        infos = {name: np.where(done, np.zeros_like(values), values) for name, values in info.items()}
+        infos |= {f"_{name}": np.ones(self.num_envs, bool) for name in info}
         if done.any():
             final = np.full(self.num_envs, None, object)
             for lane in done.nonzero()[0]:
                 final[lane] = final_obs[lane].copy()
-            final_info = {name: np.where(done, values, 0) for name, values in info.items()}
+            final_info = {name: np.where(done, values, np.zeros_like(values)) for name, values in info.items()}
             final_info |= {f"_{name}": done for name in info}
             infos |= {"final_obs": final, "_final_obs": done, "final_info": final_info, "_final_info": done}
         return obs.copy(), reward.astype(np.float64), terminated, truncated, infos

@@ -635,6 +635,9 @@ def test_vector_env_is_numpy_and_same_step() -> None:
             ended += 1
             np.testing.assert_array_equal(infos["final_obs"][lane], expected[4]["final_obs"][lane])
             assert infos["final_info"]["distance"][lane] == expected[4]["distance"][lane]
+            assert infos["distance"][lane] == infos["length"][lane] == 0  # of the new game
+        for lane in (~(terminated | truncated)).nonzero()[0]:
+            assert infos["distance"][lane] == expected[4]["distance"][lane]
     assert ended > 5
 
 
@@ -655,11 +658,13 @@ def test_vector_env_takes_a_seed_for_each_lane() -> None:
     vector = gym.make_vec("MarioLike-v0", num_envs=3)
     obs = vector.reset(seed=[5, None, 7])[0]
     for lane, seed in ((0, 5), (2, 7)):
-        np.testing.assert_array_equal(obs[lane], MarioEnv(lane=lane).reset(seed=seed)[0])
-    again = vector.reset(seed=[5, None, 8])[0]
+        np.testing.assert_array_equal(obs[lane], MarioEnv().reset(seed=seed)[0])
+    np.testing.assert_array_equal(vector.reset(seed=np.array([6, 5, 5]))[0][1], obs[0])
+    again, once_more = (vector.reset(seed=[5, None, 8])[0] for _ in range(2))
     np.testing.assert_array_equal(again[0], obs[0])
-    assert (again[1] != obs[1]).any() and (again[2] != obs[2]).any()  # without a seed, the next game of its stream
-    with pytest.raises(ValueError, match="seed: 2 for 3 environments"):
+    np.testing.assert_array_equal(again[2], once_more[2])
+    assert (again[1] != once_more[1]).any()  # without a seed, the next game of its stream
+    with pytest.raises(ValueError, match="2 seeds for 3 games: must be as many, or one for all"):
         vector.reset(seed=[1, 2])
 
 
