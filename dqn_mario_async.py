@@ -1325,6 +1325,13 @@ def main(args: Args) -> dict:
                 replay.load_state_dict(saved["replay"])
         except (RuntimeError, ValueError) as error:
             refuse(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
+        global_step = saved["global_step"]
+        updates = saved["updates"]
+        seconds_before = saved["elapsed"]
+        starts = saved["starts"]
+        if progress() >= 1:
+            over = f"its run is over after {global_step:,} steps and {elapsed():.0f} s"
+            refuse(f"{asked}: {over}; a larger --total-timesteps or --max-seconds works")
         q_network.load_state_dict(saved["q_network"])
         target_network.load_state_dict(saved["target_network"])
         load_optimizer(optimizer, saved["optimizer"])
@@ -1334,10 +1341,6 @@ def main(args: Args) -> dict:
             generator.set_state(saved["generator"])
         else:
             say("the random numbers begin anew: those of the checkpoint are of another kind of device")
-        global_step = saved["global_step"]
-        updates = saved["updates"]
-        seconds_before = saved["elapsed"]
-        starts = saved["starts"]
         if "replay" in expected:
             owed = saved["owed"]
         else:  # and nothing is owed, as there is nothing to learn from
@@ -1347,9 +1350,6 @@ def main(args: Args) -> dict:
     if args.resume is not None:
         path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
         load_run_state(saved)
-        if progress() >= 1:
-            over = f"its run is over after {global_step:,} steps and {elapsed():.0f} s"
-            refuse(f"--resume {args.resume}: {over}; a larger --total-timesteps or --max-seconds works")
         folder = path.parent
         write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
         for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
