@@ -17,22 +17,22 @@ import json
 import math
 import os
 import platform
-import resource
 import shutil
 import signal
-import subprocess
 import sys
+import threading
 import time
 import timeit
+import types
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -48,7 +48,9 @@ from envs.mario import TRAIN_LEVELS, UNSEEN_LEVELS, MarioBatch, MarioEnv
 from envs.smb import SuperMarioBrosBatch, SuperMarioBrosEnv
 
 SCRIPT = Path(__file__).stem
-EVAL_SEED = 2**31
+EVAL_SEED = 2**31  # above every --seed
+EVAL_LANES = 128  # games evaluated at once
+GIF_FRAMES = 1_000
 
 
 @dataclass
@@ -97,13 +99,9 @@ class Args:
     envs_per_collector: int | None = None
     """games each plays (None: 16; the real game: 1, which is also the most)"""
     ring_blocks: int = 256
-    """steps of all its games that a collector can be ahead of the learner"""
-    on_full: Literal["wait", "drop"] = "wait"
-    """what a collector does then"""
+    """steps of all its games that a collector can be ahead of the learner; then it waits"""
     sync_every: int = 5
     """updates between two hand-outs of the weights"""
-    hang_seconds: float = 60.0
-    """a collector that does nothing for so long is replaced"""
 
     # Algorithm
     channels: int = 16
@@ -143,7 +141,8 @@ class Args:
     end_e: float = 0.2
     """share of random actions at the end, in the first game of all; e in the others: see --spread"""
     spread: float = 3.0
-    """the last game of all ends at end_e ** (1 + spread), those between in between (Horgan et al. 2018)"""
+    """the last game of all ends at end_e ** (1 + spread), those between in between (Horgan et al. 2018); a collector
+    that plays one game draws its place between them for each episode"""
     exploration_fraction: float = 0.1
     """part of the run over which the shares fall, linearly"""
     target_network_frequency: int = 1
@@ -167,7 +166,8 @@ class Args:
     cudagraph: bool = False
     """capture the update as a CUDA graph"""
     threads: int | None = None
-    """the learner's CPU threads (None: the cores that no collector takes, 8 at most)"""
+    """the learner's CPU threads (None: the cores that no collector takes, 8 at most; fewer where other programs keep
+    them busy)"""
 
     # Input and output
     log_every: float = 10.0
@@ -175,7 +175,8 @@ class Args:
     eval_every: float = 60.0
     """seconds between evaluations on the way, of a tenth of --eval-episodes (0: none)"""
     eval_episodes: int = 100
-    """games of the final evaluation"""
+    """games of the final evaluation, on levels that training never plays; the real game has one level, and no more
+    starts than --noop-max + 1 (0 to 30 frames of waiting), the same as in training"""
     checkpoint_every: float = 60.0
     """seconds between checkpoints (0: only the last)"""
     checkpoint_replay: bool = False
@@ -190,10 +191,10 @@ class Args:
     """write a GIF of a game at the end, or with --evaluate"""
     wandb: bool = False
     """mirror TensorBoard to Weights & Biases (pip install wandb)"""
-    profile: bool = False
-    """write a torch profiler trace of 20 rounds of the loop, and its longest operations, into the run folder"""
 
 
+# Never from a checkpoint: what names files, or says what to do now.
+COMMAND_LINE_ONLY = {"run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb", "rom"}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 DEFAULTS = {  # of flags that are None
     "cpu": {"batch_size": 32, "buffer_size": 100_000},
@@ -210,15 +211,18 @@ def resolve(args: Args, device: torch.device) -> Args:
     if args.total_timesteps is None:
         defaults["max_seconds"] = 900.0
     collectors = defaults["num_collectors"] if args.num_collectors is None else args.num_collectors
-    defaults["threads"] = min(max(CORES - collectors, 1), 8)
+    if args.threads is None:
+        defaults["threads"] = pick_threads(max(CORES - collectors, 1))
     args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
 
     shares = {"gamma", "tau", "start_e", "end_e", "exploration_fraction", "alpha", "beta"}
     may_be_0 = {"seed", "learning_starts", "eval_every", "checkpoint_every", *shares} - {"tau"}
     may_be_0 |= {"num_collectors", "difficulty", "noop_max", "spread", "weight_decay"}
+    limits = dict.fromkeys(shares, 1) | {"seed": EVAL_SEED - 1, "threads": 256, "eval_episodes": 100_000}
+    limits |= {"num_collectors": 256, "stack": 64, "skip": 60, "noop_max": 1_000, "size": 480, "n_step": 1_000}
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            highest = 1 if name in shares else sys.maxsize
+            highest = limits.get(name, sys.maxsize)
             if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
                 lowest = "0 or more" if name in may_be_0 else "above 0"
                 refuse(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
@@ -236,13 +240,15 @@ def resolve(args: Args, device: torch.device) -> Args:
     least = games * (2 * args.ring_blocks + args.n_step + args.stack)  # what one read can bring, and its surroundings
     if args.buffer_size < least + args.learning_starts:
         refuse(f"--buffer-size {args.buffer_size}: at least {least + args.learning_starts} for {games} games")
-    if Path("/dev/shm").is_dir() and not args.evaluate:
+    if Path("/dev/shm").is_dir() and args.evaluate is None:
         needed, room = max(args.num_collectors, 1) * Ring.bytes(args), shutil.disk_usage("/dev/shm").free
         if needed > room:
             sizes = f"the rings take {needed / 2**20:.0f} MiB of shared memory, /dev/shm has {room / 2**20:.0f} left"
             refuse(f"--ring-blocks {args.ring_blocks}: {sizes}; fewer blocks or a larger /dev/shm work")
-    if args.render and not args.evaluate:
+    if args.render and args.evaluate is None:
         refuse("--render: shows a trained agent, so it needs --evaluate PATH")
+    if args.resume is not None and args.evaluate is not None:
+        refuse("--resume --evaluate: choose one of them")
     try:
         make_envs(args, 1)  # an emulator is freed at once
     except ValueError as error:  # which begins with the name of the setting
@@ -365,11 +371,18 @@ def epsilon_at(progress: float, start_e: float, end_e: np.ndarray, exploration_f
     return start_e + (end_e - start_e) * progress / exploration_fraction
 
 
-def end_epsilons(args: Args, number: int) -> np.ndarray:
-    """end_e ** (1 + spread * i / (games - 1)) of the games i of collector `number` (Horgan et al. 2018, section 4)."""
+def end_epsilons(args: Args, number: int, rng: np.random.Generator) -> np.ndarray:
+    """end_e ** (1 + spread * i / (games - 1)) of the games i of collector `number` (Horgan et al. 2018, section 4).
+
+    The paper has hundreds of games, so what is learned from is a mixture of all these shares. With one game a collector
+    there are too few for that, and its share would be the largest for ever: such a collector draws its place between
+    the ends for each episode instead, so that the same mixture comes one after the other.
+    """
+    if args.envs_per_collector == 1:
+        return args.end_e ** (1 + args.spread * rng.random(1))
     games = max(args.num_collectors, 1) * args.envs_per_collector
     game = number * args.envs_per_collector + np.arange(args.envs_per_collector)
-    return args.end_e ** (1 + args.spread * game / max(games - 1, 1))
+    return args.end_e ** (1 + args.spread * game / (games - 1))
 
 
 def td_target(
@@ -387,7 +400,7 @@ def td_target(
 
 GOES_ON, TRUNCATED, TERMINATED = range(3)
 EPISODE = "distance", "flag", "score", "length", "return"
-COUNTS = "produced", "stored", "dropped", "in_flight"
+COUNTS = "produced", "stored", "in_flight"
 SPAWN = torch.multiprocessing.get_context("spawn")
 
 
@@ -399,16 +412,34 @@ def shared(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores reach other cores in the order in which they are made
 
 
-def make_lock() -> Any:
-    """A lock where one is needed to keep payload and index in order."""
-    return nullcontext() if ORDERED else SPAWN.Lock()
+class Fence:
+    """A lock that keeps payload and index in order where the processor does not; it protects nothing else.
+
+    So whoever has waited for a second, because the process that held it was killed, may go on, and frees it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = SPAWN.Lock()
+
+    def __enter__(self) -> None:
+        self.lock.acquire(timeout=1)
+
+    def __exit__(self, *_: Any) -> None:
+        with suppress(ValueError):  # somebody who had waited for a second has freed it
+            self.lock.release()
+
+
+def make_fence() -> Any:
+    return nullcontext() if ORDERED else Fence()
 
 
 class Ring:
     """Blocks in shared memory that one process pushes and another reads; a block is one step of a collector's games.
 
     Payload first, then `head`, one aligned 8-byte word: a block is there whole or not at all, and nobody holds a lock.
-    head, dropped, failed and using are written by the collector, tail by the learner.
+    The learner writes `tail`, the collector all else: `steps` that it has made, pushed or not; how often a push
+    `failed`, because the ring was full; after how many updates the weights that it is `using` were published; the mean
+    of its shares of random actions, `epsilon`.
     """
 
     def __init__(self, args: Args) -> None:
@@ -422,42 +453,45 @@ class Ring:
             "end": shared(torch.uint8, *block),
             "length": shared(torch.int64, *block),  # steps of the game, this one included
             "episode": shared(torch.float32, *block, 5),  # distance, flag, score, length and return so far
-            "since": shared(torch.int64, self.blocks),  # blocks pushed since the last gap
             "seconds": shared(torch.float32, self.blocks, 3),  # waited to push, acted, played
         }
-        self.head, self.tail, self.dropped, self.failed, self.using = (shared(torch.int64, 1) for _ in range(5))
-        self.lock = make_lock()
+        self.head, self.tail, self.steps, self.failed, self.using = (shared(torch.int64, 1) for _ in range(5))
+        self.epsilon = shared(torch.float64, 1)
+        self.fence = make_fence()
 
     @staticmethod
     def bytes(args: Args) -> int:
-        return args.ring_blocks * (args.envs_per_collector * (2 * args.size**2 + 34) + 20)
+        return args.ring_blocks * (args.envs_per_collector * (2 * args.size**2 + 34) + 12)
 
-    def counts(self) -> tuple[int, ...]:
-        """Blocks produced, stored, dropped and in flight. Each word is read once, so that they always add up."""
-        head, tail, dropped = (word.item() for word in (self.head, self.tail, self.dropped))
-        return head + dropped, tail, dropped, head - tail
+    def counts(self) -> tuple[int, int]:
+        """Steps that its collectors have made, and blocks in flight, both at one moment."""
+        while True:
+            steps = self.steps.item()
+            in_flight = self.head.item() - self.tail.item()
+            if self.steps.item() == steps:
+                return steps, in_flight
 
     def push(self, block: dict[str, Any]) -> bool:
         """Commit a block, unless the ring is full."""
         head = self.head.item()
-        with self.lock:
+        with self.fence:
             if head - self.tail.item() == self.blocks:
                 return False
         for name, value in block.items():
             self.fields[name].numpy()[head % self.blocks] = value
-        with self.lock:
+        with self.fence:
             self.head.numpy()[0] = head + 1
         return True
 
     def read(self) -> dict[str, torch.Tensor]:
         """What lies in the ring (blocks, ...), up to its edge, in place: `release` it after copying."""
         tail = self.tail.item()
-        with self.lock:
+        with self.fence:
             count = min(self.head.item() - tail, self.blocks - tail % self.blocks)
         return {name: field[tail % self.blocks :][:count] for name, field in self.fields.items()}
 
     def release(self, count: int) -> None:
-        with self.lock:
+        with self.fence:
             self.tail.numpy()[0] += count
 
 
@@ -471,7 +505,7 @@ class Broadcast:
     def __init__(self, weights: torch.Tensor) -> None:
         self.slots, self.updates = shared(torch.float32, 2, len(weights)), shared(torch.int64, 2)
         self.version, self.progress, self.stop = (shared(kind, 1) for kind in (torch.int64, torch.float64, torch.int64))
-        self.lock, self.learner = make_lock(), os.getpid()
+        self.fence, self.learner = make_fence(), os.getpid()
 
     def over(self) -> bool:
         """Whether to stop: told to, or the learner is gone."""
@@ -481,17 +515,17 @@ class Broadcast:
         version = self.version.item() + 1
         self.slots[version % 2].copy_(weights)
         self.updates.numpy()[version % 2] = updates
-        with self.lock:
+        with self.fence:
             self.version.numpy()[0] = version
 
     def fetch(self, weights: torch.Tensor) -> tuple[int, int]:
         """Copy the newest into `weights`. Gives its version, and after how many updates it was published."""
         while True:
-            with self.lock:
+            with self.fence:
                 version = self.version.item()
             weights.copy_(self.slots[version % 2])
             updates = self.updates[version % 2].item()
-            with self.lock:
+            with self.fence:
                 if self.version.item() == version:
                     return version, updates
 
@@ -507,8 +541,8 @@ class Collector:
         self.weights, self.version = broadcast.slots[0].clone(), -1
         vector_to_parameters(self.weights, self.q_network.parameters())  # which are now views of it
         self.actor = Actor(self.q_network, args.actions) if args.envs_per_collector == 1 else None
-        self.end_e, self.rng = end_epsilons(args, number), np.random.default_rng((args.seed, start))
-        self.since = 0
+        self.number, self.rng = number, np.random.default_rng((args.seed, start))
+        self.end_e = end_epsilons(args, number, self.rng)
 
     def step(self) -> None:
         """One action in every game, and the block that tells of it."""
@@ -519,6 +553,7 @@ class Collector:
             if self.actor:
                 self.actor.prepare()
         epsilon = epsilon_at(self.broadcast.progress.item(), args.start_e, self.end_e, args.exploration_fraction)
+        ring.epsilon.numpy()[0] = epsilon.mean()
         explores, action = self.rng.random((2, len(self.obs)))
         greedy, action = explores >= epsilon, (action * args.actions).astype(np.int64)
         if greedy.any():  # who explores needs no network
@@ -538,80 +573,102 @@ class Collector:
             "end": np.where(terminated, TERMINATED, np.where(truncated, TRUNCATED, GOES_ON)),
             "length": info["length"],
             "episode": np.array([info[name] for name in EPISODE]).T,
-            "since": self.since,
         }
-        self.since += 1
+        ring.steps += 1
+        if (terminated | truncated)[0]:
+            self.end_e = end_epsilons(args, self.number, self.rng)  # another one only where it is drawn
         first, waited = now(), 0.0
         while not ring.push(block | {"seconds": (waited, acted - began, played - acted)}):
             ring.failed += 1
-            if args.on_full == "drop":
-                ring.dropped += 1
-                self.since = 0
-                return
             if self.broadcast.over():
                 return
             time.sleep(0.0002)
             waited = now() - first
 
 
-def collect(*arguments: Any) -> None:
+@contextmanager
+def born_a_collector() -> Iterator[None]:
+    """What a process started in here inherits, and this one has only meanwhile: one thread for each library, known
+    before it loads, and deafness to Ctrl-C and SIGTERM, which reach the whole group: the learner tells the others."""
+    threads = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
+    before = {name: os.environ.get(name) for name in threads}
+    mask = None
+    try:
+        os.environ.update(dict.fromkeys(threads, "1"))
+        if hasattr(signal, "pthread_sigmask"):  # on Windows a collector is deaf only once it runs: see `collect`
+            resource_tracker.ensure_running()  # starting it unblocks signals
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+        yield
+    finally:
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def collect(args: Args, number: int, *others: Any) -> None:
     """What a collector's process runs; arguments as `Collector` has them."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
     torch.set_num_threads(1)
-    collector = Collector(*arguments)
-    while not collector.broadcast.over():
-        collector.step()
+    try:
+        collector = Collector(args, number, *others)
+        while not collector.broadcast.over():
+            collector.step()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        print(f"collector {number}: {type(error).__name__} ({reason})", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
 
 
 class Collectors:
-    """The processes: started, replaced when they crash or hang, and stopped."""
+    """The processes: started, replaced when they end by themselves, and stopped."""
 
     def __init__(self, args: Args, broadcast: Broadcast, starts: int) -> None:
         self.args, self.broadcast, self.starts = args, broadcast, starts + (args.num_collectors == 0)
         self.restarts, self.fruitless, self.next_look = 0, 0, 0.0
         self.rings = [Ring(args) for _ in range(max(args.num_collectors, 1))]
         self.began = [0] * args.num_collectors  # blocks in the ring when the process started
-        self.signs = [(0, 0.0)] * args.num_collectors  # of life: pushes so far, in vain or not; when that changed
-        self.processes = [self.start(number) for number in range(args.num_collectors)]
+        self.processes = []
 
-    def start(self, number: int) -> Any:
+    def start(self) -> None:
+        for number in range(self.args.num_collectors):
+            self.processes.append(self.process(number))
+
+    def process(self, number: int) -> Any:
+        """A new one. Who comes after a crash has a number of its own, `starts`, so that it plays other games."""
         ring = self.rings[number]
-        ring.lock = make_lock()  # a crash may have left the other one locked
         self.began[number] = ring.head.item()
-        self.signs[number] = ring.head.item() + ring.failed.item(), time.monotonic() + 60  # loading torch takes a while
         process = SPAWN.Process(
             target=collect, args=(self.args, number, self.starts, ring, self.broadcast), daemon=True
         )
         self.starts += 1
-        # One thread each, known before torch loads. Ctrl-C is for the learner alone, which tells the others.
-        os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        resource_tracker.ensure_running()  # starting it unblocks signals
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with born_a_collector():
+            process.start()
         return process
 
     def look_after(self) -> None:
-        """Once a second: replace who crashed or hangs. What they had committed stays in their rings."""
+        """Once a second: replace who crashed. What they had committed stays in their rings.
+
+        Raises ChildProcessError when three in a row ended before they played.
+        """
         if time.monotonic() < self.next_look:
             return
         self.next_look = time.monotonic() + 1
         for number, (ring, process) in enumerate(zip(self.rings, self.processes)):
-            pushes = ring.head.item() + ring.failed.item()
-            if pushes != self.signs[number][0]:
-                self.signs[number] = pushes, time.monotonic()
-            hangs = self.signs[number][1] < time.monotonic() - self.args.hang_seconds
-            if hangs or process.exitcode is not None:
-                why = "does nothing" if hangs else f"ended with exit code {process.exitcode}"
-                print(f"collector {number} {why} and is replaced", file=sys.stderr)
-                process.kill()
-                process.join()
-                self.restarts += 1
-                self.fruitless = 0 if ring.head.item() > self.began[number] else self.fruitless + 1
-                if self.fruitless == 3:
-                    refuse(f"--num-collectors {self.args.num_collectors}: three ended before they played, see above")
-                self.processes[number] = self.start(number)
+            if process.exitcode is None:
+                continue
+            print(f"collector {number} ended with exit code {process.exitcode} and is replaced", file=sys.stderr)
+            self.restarts += 1
+            self.fruitless = 0 if ring.head.item() > self.began[number] else self.fruitless + 1
+            if self.fruitless == 3:
+                raise ChildProcessError("three ended before they played, see above")
+            self.processes[number] = self.process(number)
 
     def stop(self) -> None:
+        """Ask them to end, which takes a step of their games; who has not after two seconds is killed."""
         self.broadcast.stop.fill_(1)
         deadline = time.monotonic() + 2
         for process in self.processes:
@@ -637,11 +694,11 @@ class Replay:
     def __init__(self, args: Args, device: torch.device) -> None:
         self.games = max(args.num_collectors, 1) * args.envs_per_collector
         self.rows, self.stack, self.size = args.buffer_size // self.games, args.stack, args.size
-        self.n_step, self.alpha = args.n_step, args.alpha
+        self.n_step, self.alpha, self.actions = args.n_step, args.alpha, args.actions
         slots = self.games * self.rows
         needed = slots * (args.size**2 + 12)
         if device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info(device)[0]:
-            print(f"the replay's {needed / 2**30:.1f} GiB do not fit the GPU; it lives in pinned host memory instead")
+            say(f"the replay's {needed / 2**30:.1f} GiB do not fit the GPU; it lives in pinned host memory instead")
             device = torch.device("cpu")
         refuse_if_too_large("--buffer-size", args.buffer_size, args.size**2 + 12, device)
         pinned = device.type == "cpu" and torch.cuda.is_available() and args.device != "cpu"
@@ -664,17 +721,25 @@ class Replay:
         return {name: getattr(self, name) for name in names} | {"written": torch.from_numpy(self.written)}
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError, before anything is changed, for values that no replay has."""
+        priority, starts = saved["priority"], saved["starts"]
+        for name, highest in (("action", self.actions - 1), ("end", TERMINATED), ("depth", self.stack - 1)):
+            if not 0 <= int(saved[name].min()) <= int(saved[name].max()) <= highest:
+                raise ValueError(f"{name} must be 0 to {highest}")
+        if priority.min() < 0 or saved["top"] <= 0 or priority[: len(starts)][~starts].any():
+            raise ValueError("priority must be above 0 where transitions start, else 0")
+        if priority[len(starts) :].any() or saved["written"].min() < 0:
+            raise ValueError("priority and written must be of slots that there are")
         for name, tensor in self.state_dict().items():
             tensor.copy_(saved[name])
 
     def store(self, first: int, block: dict[str, torch.Tensor]) -> None:
         """Blocks (blocks, games, ...) of the collector whose first game is `first`, as `Ring.fields` has them."""
-        end, length, since = (block[name].numpy() for name in ("end", "length", "since"))
+        end, length = (block[name].numpy() for name in ("end", "length"))
         over = end != GOES_ON
         game = first + np.broadcast_to(np.arange(end.shape[1]), end.shape)
         row = self.written[game] + np.arange(len(end))[:, None] + over.cumsum(0) - over
         depth = np.minimum(length - 1, self.stack - 1)
-        starts = since[:, None] >= depth  # after a gap the frames before are not there at first
 
         def slot(game: np.ndarray, row: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(game * self.rows + row % self.rows).flatten().to(self.device)
@@ -689,15 +754,17 @@ class Replay:
         put(self.reward, at, block["reward"])
         put(self.end, at, end)
         put(self.depth, at, depth)
-        put(self.starts, at, starts)
+        self.starts[at] = True
         self.end[last], self.starts[last] = GOES_ON, False
         put(self.depth, last, np.minimum(depth[over] + 1, self.stack - 1))
-        gap = since == 0
-        if gap.any():  # the slot before is an observation only, and the step that led there was cut off
-            before = slot(game[gap], row[gap] - 1)
-            self.starts[before] = False
-            cut = slot(game[gap], row[gap] - 2)
-            self.end[cut] = self.end[cut].clamp(min=TRUNCATED)
+        # A game whose collector died is cut off where the next one begins: its newest slot, which no final frame
+        # follows, is an observation only, and the step that led there its last.
+        begins = length == 1
+        newest = slot(game[begins], row[begins] - 1)
+        cut = self.starts[newest] & (self.end[newest] == GOES_ON)
+        self.starts[newest[cut]] = False
+        before = slot(game[begins], row[begins] - 2)[cut]
+        self.end[before] = self.end[before].clamp(min=TRUNCATED)
 
         games, rows = np.concatenate([game.ravel(), game[over]]), np.concatenate([row.ravel(), row[over] + 1])
         self.priority[slot(games, rows)] = 0
@@ -751,16 +818,17 @@ class Replay:
 
 
 @torch.no_grad()
-def evaluate(
-    q_network: QNetwork, args: Args, episodes: int, device: torch.device, levels: tuple[int, int] = UNSEEN_LEVELS
-) -> dict[str, float]:
-    """Play `episodes` greedy games with drawn no-op starts, one per lane, each to its end.
+def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
+    """Play `episodes` greedy games on levels that no training has seen, one per lane, each to its end.
 
-    The real game is played in this process too, whose emulator nobody else needs, one game after the other.
+    The real game is played in this process too, whose emulator nobody else needs, one game after the other. It has only
+    one level, and as many starts as frames without action at the beginning, --noop-max + 1, the same as in training:
+    100 games of it are some 30 different ones.
     """
-    games, lanes = [], 1 if args.env_id == "SuperMarioBros" else episodes
-    for first in range(0, episodes, lanes):
-        envs = make_envs(args, lanes, EVAL_SEED, first, levels)
+    games, most = [], 1 if args.env_id == "SuperMarioBros" else EVAL_LANES
+    for first in range(0, episodes, most):
+        lanes = min(most, episodes - first)
+        envs = make_envs(args, lanes, EVAL_SEED, first, UNSEEN_LEVELS)
         obs, playing, action = envs.reset(), np.arange(lanes), np.zeros(lanes, np.int64)
         while len(playing):
             action[playing] = q_network(torch.from_numpy(obs[playing]).to(device)).argmax(1).cpu()
@@ -795,38 +863,33 @@ def play(q_network: QNetwork, args: Args, device: torch.device, render_mode: str
         yield env.render()
 
 
-def write_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    first, *others = (Image.fromarray(frame) for frame in play(q_network, args, device, "rgb_array"))
-    first.save(folder / "mario.gif", save_all=True, append_images=others, duration=67, loop=0)
-    return folder / "mario.gif"
-
-
-def examine(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> dict[str, float]:
-    """Scores on levels that no training run has seen, flags on those it trains on, and a GIF (--video)."""
-    scores = evaluate(q_network, args, args.eval_episodes, device)
-    if args.env_id == "MarioLike-v0":
-        seen = evaluate(q_network, args, args.eval_episodes, device, TRAIN_LEVELS)
-        scores["eval_flags_seen"] = seen["eval_flags"]
-    print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
-    if args.video:
-        print(write_gif(q_network, args, device, folder / "videos"))
-    return scores
+def write_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> None:
+    frames = (Image.fromarray(frame) for frame in play(q_network, args, device, "rgb_array"))
+    more = islice(frames, GIF_FRAMES - 1)  # the real game can take 2,500, of 0.6 MiB
+    try:
+        folder.mkdir(exist_ok=True)
+        next(frames).save(folder / "mario.gif", save_all=True, append_images=more, duration=67, loop=0)
+        say(str(folder / "mario.gif"))
+    except OSError as error:
+        say(f"--video: {folder} cannot be written ({error})")
 
 
 def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, float]:
-    """--evaluate: one game in the terminal (--render), or the scores of many."""
+    """--evaluate: one game in the terminal (--render), or the scores of many and a GIF (--video)."""
     path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
-    try:
-        q_network.load_state_dict(saved["q_network"])
-    except (KeyError, RuntimeError):
-        refuse(f"--evaluate {args.evaluate}: {SHAPES} must be as they were")
+    expected = {"q_network": q_network.state_dict()}
+    refuse_if_different(f"--evaluate {args.evaluate}", saved, expected, SHAPES)
+    q_network.load_state_dict(saved["q_network"])
     if args.render:
         for frame in play(q_network, args, device, "ansi"):
-            print(f"\033[H\033[J{frame}", flush=True)
+            say(f"\033[H\033[J{frame}")
             time.sleep(1 / MarioEnv.metadata["render_fps"])
         return {}
-    return examine(q_network, args, device, path.parent)
+    scores = evaluate(q_network, args, args.eval_episodes, device)
+    say("  ".join(f"{name} {value:g}" for name, value in scores.items()))
+    if args.video:
+        write_gif(q_network, args, device, path.parent / "videos")
+    return scores
 
 
 # --------------------------------------------------------------- blocks that all scripts share, letter for letter
@@ -838,6 +901,15 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def say(line: str, end: str = "\n") -> None:
+    """Print. When nobody reads any more (`| head`), the run is stopped as by SIGTERM: it saves, and is silent."""
+    try:
+        print(line, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.raise_signal(signal.SIGTERM)
+
+
 def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
     """Refuse storage of `value` * `each` + `fixed` bytes that does not fit; says which multiple of `unit` does."""
     if device.type == "cuda":
@@ -846,7 +918,7 @@ def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, 
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
     needed, most = value * each + fixed, (0.9 * room - fixed) // each // unit * unit
     if value > most:
-        works = f"at most {most:.0f} works" if most > 0 else "fewer games work"
+        works = f"at most {most:.0f} works" if most > 0 else "smaller sizes of everything else might"
         refuse(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; {works}")
 
 
@@ -856,23 +928,48 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def matmul_rate(threads: int) -> float:
+    """Matrix products per second on so many threads, over 0.2 s: some turns of the scheduler."""
+    torch.set_num_threads(threads)
+    x, products, started = torch.ones(256, 256), 0, time.perf_counter()
+    while time.perf_counter() < started + 0.2:
+        torch.relu_(x @ x)
+        products += 1
+    return products / (time.perf_counter() - started)
+
+
+def pick_threads(cores: int) -> int:
+    """A thread for each core, 8 at most, or fewer where fewer are faster: when other programs are busy here.
+
+    Threads wait for the slowest of them, spinning. Beside one busy process on two cores, two make 2,900 steps/s and
+    one 5,200 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
+    """
+    most = min(cores, 8)
+    rates = {threads: matmul_rate(threads) for threads in sorted({most, max(most - 1, 1), max(most // 2, 1), 1})}
+    best = max(rates, key=rates.get)
+    if rates[best] < 1.1 * rates[most]:
+        return most
+    say(f"other programs are busy here: {best} of {most} threads are faster (--threads decides)")
+    return best
+
+
 def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> torch.dtype:
     """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-            print("--bf16: this GPU has no units for it; fp32 is used instead")
+            say("--bf16: this GPU has no units for it; fp32 is used instead")
             return torch.float32
         return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
     for flag, asked in (("--fp16", fp16), ("--tf32", tf32)):
         if asked:
-            print(f"{flag}: needs CUDA; fp32 is used instead")
+            say(f"{flag}: needs CUDA; fp32 is used instead")
     if bf16:
         matrices = (torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
         half, full = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in matrices)
         if half < full:
             return torch.bfloat16
-        print(f"--bf16: matmuls take {half / full:.0f} times as long as in fp32 on this CPU; fp32 is used instead")
+        say(f"--bf16: matmuls take {half / full:.0f} times as long as in fp32 on this CPU; fp32 is used instead")
     return torch.float32
 
 
@@ -883,7 +980,7 @@ def compiled(function: Callable, mode: str, *example: torch.Tensor, **options: A
         fast(*example)
         return fast
     except Exception as error:
-        print(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
+        say(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
         return function
 
 
@@ -943,9 +1040,95 @@ class Stopwatch:
         return seconds
 
 
+class Interrupts:
+    """Ctrl-C and SIGTERM. The first ends the loop after its round, or at once what runs `with interrupts.at_once()`.
+
+    The second ends the program.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.raises = 0, False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.interrupt)
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def interrupt(self, number: int, frame: Any) -> None:
+        self.count += 1
+        if self.raises or self.count > 1:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        self.raises = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.count = max(self.count, 1)
+        finally:
+            self.raises = False
+
+
+@contextmanager
+def process_restored() -> Iterator[None]:
+    """At the end, put back what a run sets for its whole process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    excepthook = threading.excepthook
+
+    def hook(what: Any) -> None:
+        if not isinstance(what.exc_value, OSError):  # TensorBoard's thread on a full disk: `write_scalars` says it
+            excepthook(what)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = excepthook
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_flush_denormal(False)
+
+
+def make_run_folder(args: Args) -> Path:
+    """A folder that no other run has. Whoever creates args.json in it owns it, also of two that start at once."""
+    name = args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in count(1):
+        folder = Path(args.run_dir) / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "args.json", "x") as file:
+                json.dump({"script": SCRIPT, **vars(args)}, file, indent=2)
+            return folder
+        except FileExistsError:
+            if args.run_name:
+                refuse(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
+        except OSError as error:
+            refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+
+
+def write_json(path: Path, values: dict) -> None:
+    try:
+        path.write_text(json.dumps(values, indent=2))
+    except OSError as error:
+        print(f"{path}: could not be written ({error.strerror})", file=sys.stderr)
+
+
+def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
+    """Into TensorBoard. A disk that is full, or was for a moment, is no reason to end a run."""
+    try:
+        for tag, value in scalars.items():
+            writer.add_scalar(tag, value, step)
+    except OSError as error:
+        print(f"{writer.log_dir}: could not be logged to ({error.strerror}); the run goes on", file=sys.stderr)
+
+
 def save_checkpoint(path: Path, state: dict) -> None:
     """Write tensors and plain values to `path`. The file that was there stays whole until the new one is."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")  # of this process: two may write into one folder
     try:
         with open(temporary, "wb") as file:
             torch.save(state, file)
@@ -953,17 +1136,25 @@ def save_checkpoint(path: Path, state: dict) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         reason = str(error).strip().splitlines()[0]
         print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
 
 
 def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
     """The file, the run folder's or the "latest" checkpoint of this script. Nothing in the file is executed."""
+
+    def is_ours(file: Path) -> bool:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            return json.loads((file.parent / "args.json").read_text())["script"] == SCRIPT
+        return False
+
+    if not name:
+        refuse(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
     path = Path(name)
     if name == "latest":
-        found = Path(run_dir).glob("*/checkpoint.pt")
-        ours = [file for file in found if f'"script": "{SCRIPT}"' in (file.parent / "args.json").read_text()]
+        ours = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
         path = max(ours, key=lambda file: file.stat().st_mtime, default=Path(run_dir))
     path = path / "checkpoint.pt" if path.is_dir() else path
     if not path.is_file():
@@ -973,26 +1164,90 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
             state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             raise ValueError(f"it is one of {state['script']}.py")
+        if not isinstance(state["args"], dict):
+            raise ValueError("its args are no dict")
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({reason})")
     return path, state
 
 
-def machine(device: torch.device) -> dict[str, str | float]:
-    """What a result depends on besides the flags."""
-    commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    cuda, peak_kib = device.type == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else f"cpu, {torch.get_num_threads()} threads",
-        "peak_memory_gib": (torch.cuda.max_memory_allocated(device) if cuda else 1024 * peak_kib) / 2**30,
-        "torch": torch.__version__,
-        "git_commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip() or "unknown",
-    }
+def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
+    """The flags of a checkpoint's run, but for those that name files or say what to do: they are the user's alone."""
+
+    def is_a(value: Any, hint: Any) -> bool:
+        if isinstance(hint, types.UnionType):
+            return any(is_a(value, part) for part in get_args(hint))
+        if get_origin(hint) is Literal:
+            return type(value) in (str, int) and value in get_args(hint)
+        return type(value) is hint or (hint is float and type(value) is int)
+
+    hints = get_type_hints(Args)
+    if set(saved) != set(hints):
+        names = ", ".join(sorted(str(name) for name in set(saved) ^ set(hints))[:5])
+        refuse(f"{flag} {name}: made by another version of {SCRIPT}.py, with other flags ({names})")
+    for key, value in saved.items():
+        if not is_a(value, hints[key]):
+            refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py (its {key} is {str(value)[:40]!r})")
+    return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
 
 
+def structure(value: Any) -> Any:
+    """Names, types, dtypes and shapes of what was saved; None for what no run saves, such as NaN or sparse tensors."""
+    if isinstance(value, dict):
+        return {name: structure(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [structure(part) for part in value]
+    if isinstance(value, torch.Tensor):
+        is_dense = value.layout == torch.strided
+        is_finite = is_dense and (not value.is_floating_point() or bool(value.isfinite().all()))
+        return (value.dtype, value.shape) if is_finite else None
+    if type(value) in (int, float) and not -math.inf < value < math.inf or type(value) is int and value < 0:
+        return None
+    return type(value)
+
+
+def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
+    """Refuse a checkpoint with parts that are not built as `expected`; `flags` are those that decide it."""
+    for name, part in expected.items():
+        if name not in saved or structure(saved[name]) != structure(part):
+            refuse(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
+
+
+def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """What Adam's state looks like after an update."""
+    names = "exp_avg", "exp_avg_sq"
+    return {n: {"step": torch.zeros(()), **dict.fromkeys(names, weight.detach())} for n, weight in enumerate(weights)}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Put the moments of a checkpoint into `optimizer`, which keeps its own options."""
+    (options,) = optimizer.param_groups
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.param_groups[0].update(lr=options["lr"])  # the tensor that the loop writes to, not a copy
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """The most that this run has taken: of the GPU, or of the machine (None on Windows, which does not tell)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+@process_restored()
 def main(args: Args) -> dict:
     started = time.perf_counter()
+    interrupts = Interrupts()
     device = pick_device(args.device)
     args = resolve(args, device)
     torch.set_num_threads(args.threads)
@@ -1000,7 +1255,7 @@ def main(args: Args) -> dict:
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
     q_network = QNetwork(args, device)
-    if args.evaluate:
+    if args.evaluate is not None:
         return show(q_network, args, device)
 
     # --- what a run is made of ------------------------------------------------------------------------------------
@@ -1016,67 +1271,13 @@ def main(args: Args) -> dict:
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     generator = torch.Generator(replay.device).manual_seed(args.seed)
     beta = torch.tensor(args.beta, device=device)
-    learned = torch.zeros(4, device=device)  # since the last log: loss, q, updates skipped; and skipped in a row
+    learned = torch.zeros(2, device=device)  # sums of loss and q since the last log
     samples, games = args.batch_size * args.accumulate, args.envs_per_collector
     watch = Stopwatch(device)
 
-    # --- run folder -----------------------------------------------------------------------------------------------
-    folder = Path(args.run_dir) / (args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    if args.resume:
-        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
-        folder = path.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "args.json").write_text(json.dumps({"script": SCRIPT, **vars(args)}, indent=2))
-    except OSError as error:
-        refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
-
-    if args.wandb:
-        try:
-            import wandb
-        except ImportError:
-            refuse("--wandb: its package is missing; pip install wandb")
-        wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-    profiler = None
-    if args.profile:
-        profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=100, warmup=5, active=20, repeat=1))
-        profiler.start()
-
-    interrupts = []
-    for number in (signal.SIGINT, signal.SIGTERM):  # the second one ends the program at once
-        signal.signal(number, lambda number, _: (interrupts.append(number), signal.signal(number, signal.SIG_DFL)))
-
     # --- a new run, or the rest of one ----------------------------------------------------------------------------
-    stateful = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "scaler": scaler}
-    stateful |= {"replay": replay} if args.checkpoint_replay else {}
-    global_step, updates, owed, seconds_before, dropped_before, starts = 0, 0, 0.0, 0.0, 0, 0
-    if args.resume:
-        try:
-            for name, part in stateful.items():
-                part.load_state_dict(saved[name])
-        except (KeyError, RuntimeError, ValueError):
-            flags = f"{SHAPES} (with --checkpoint-replay also --buffer-size, --num-collectors and --envs-per-collector)"
-            refuse(f"--resume {args.resume}: {flags} must be as they were")
-        options = {"lr": learning_rate, "capturable": graphs, "weight_decay": args.weight_decay}
-        optimizer.param_groups[0].update(options)  # loading put in the other run's
-        generator.set_state(saved["generator"])
-        global_step, updates, owed, seconds_before, dropped_before, starts = saved["counters"]
-        if not args.checkpoint_replay:
-            owed = 0.0  # nothing to pay it from
-            print("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
-    first_step, scores, waits = global_step, {}, deque(maxlen=100_000)
-    seen, seen_in_all = Counter(), Counter()  # since the last log, and until then
-    writer = SummaryWriter(folder, purge_step=global_step)
-    writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
-    precision = str(dtype).removeprefix("torch.")
-    print(f"{folder} on {machine(device)['device']} in {precision}")
-    if args.num_collectors > CORES:
-        print(f"--num-collectors {args.num_collectors}: there are {CORES} cores, so they and the learner take turns")
-    if not ORDERED:
-        print(f"{platform.machine()} may reorder stores: unlike on x86-64, rings and weights are guarded by locks")
-    plays = f"{games} games" + (f" in each of {args.num_collectors} collectors" if args.num_collectors else " in turn")
-    every = f"every {samples / args.replay_ratio:g} steps or later (replay ratio {args.replay_ratio:g} or less)"
-    print(f"{plays}; {every} an update on {samples} of the last {replay.games * replay.rows:,} frames")
+    global_step, updates, owed, seconds_before, starts = 0, 0, 0.0, 0.0, 0
+    fleet = None
 
     def elapsed() -> float:
         return seconds_before + time.perf_counter() - started
@@ -1084,6 +1285,100 @@ def main(args: Args) -> dict:
     def progress() -> float:
         share = max(global_step / (args.total_timesteps or math.inf), elapsed() / (args.max_seconds or math.inf))
         return min(share, 1)
+
+    def run_state() -> dict[str, Any]:
+        """All there is to a run but its games, as tensors and plain values."""
+        state = {
+            "q_network": q_network.state_dict(),
+            "target_network": target_network.state_dict(),
+            "optimizer": optimizer.state_dict()["state"],
+            "scaler": scaler.state_dict(),
+            "device": replay.device.type,  # of the generator
+            "generator": generator.get_state(),
+            "global_step": global_step,
+            "updates": updates,
+            "owed": owed,
+            "elapsed": elapsed(),
+            "starts": fleet.starts if fleet else starts,  # of collectors: each plays other games
+        }
+        return state | ({"replay": replay.state_dict()} if args.checkpoint_replay else {})
+
+    def load_run_state(saved: dict[str, Any]) -> None:
+        """Checks everything first: what does not fit is refused before anything is changed."""
+        nonlocal global_step, updates, owed, seconds_before, starts
+        asked, expected = f"--resume {args.resume}", run_state()
+        if args.checkpoint_replay and "replay" not in saved:
+            del expected["replay"]
+        if saved.get("optimizer"):  # empty before the first update
+            expected["optimizer"] = adam_state(weights)
+        if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
+            del expected["scaler"]
+        same_device = saved.get("device") == replay.device.type
+        if not same_device:
+            del expected["device"], expected["generator"]
+        flags = SHAPES + (" and --buffer-size, --num-collectors, --envs-per-collector" if "replay" in expected else "")
+        refuse_if_different(asked, saved, expected, flags)
+        try:
+            if same_device:
+                torch.Generator(replay.device).set_state(saved["generator"])
+            if "replay" in expected:
+                replay.load_state_dict(saved["replay"])
+        except (RuntimeError, ValueError) as error:
+            refuse(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
+        global_step = saved["global_step"]
+        updates = saved["updates"]
+        seconds_before = saved["elapsed"]
+        starts = saved["starts"]
+        if progress() >= 1:
+            over = f"its run is over after {global_step:,} steps and {elapsed():.0f} s"
+            refuse(f"{asked}: {over}; a larger --total-timesteps or --max-seconds works")
+        q_network.load_state_dict(saved["q_network"])
+        target_network.load_state_dict(saved["target_network"])
+        load_optimizer(optimizer, saved["optimizer"])
+        if "scaler" in expected:
+            scaler.load_state_dict(saved["scaler"])
+        if same_device:
+            generator.set_state(saved["generator"])
+        else:
+            say("the random numbers begin anew: those of the checkpoint are of another kind of device")
+        if "replay" in expected:
+            owed = saved["owed"]
+        else:  # and nothing is owed, as there is nothing to learn from
+            say("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
+
+    folder = None
+    if args.resume is not None:
+        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
+        load_run_state(saved)
+        folder = path.parent
+        write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
+        for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
+            unfinished.unlink(missing_ok=True)
+    if args.wandb:
+        try:
+            import wandb
+        except ImportError:
+            refuse("--wandb: its package is missing; pip install wandb")
+    folder = folder or make_run_folder(args)
+    if args.wandb:
+        wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
+
+    first_step, first_update, scores, waits = global_step, updates, {}, deque(maxlen=100_000)
+    seen, seen_in_all = Counter(), Counter()  # since the last log, and until then
+    stored = np.zeros(max(args.num_collectors, 1), np.int64)  # steps in the replay, by collector, of this part of a run
+    writer = SummaryWriter(folder, purge_step=global_step)
+    writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
+    precision = str(dtype).removeprefix("torch.")
+    threads = f"cpu, {torch.get_num_threads()} threads"
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    say(f"{folder} on {device_name} in {precision}")
+    if args.num_collectors > CORES:
+        say(f"--num-collectors {args.num_collectors}: there are {CORES} cores, so they and the learner take turns")
+    if not ORDERED:
+        say(f"{platform.machine()} may reorder stores: unlike on x86-64, rings and weights are guarded by locks")
+    plays = f"{games} games" + (f" in each of {args.num_collectors} collectors" if args.num_collectors else " in turn")
+    every = f"every {samples / args.replay_ratio:g} steps or later (replay ratio {args.replay_ratio:g} or less)"
+    say(f"{plays}; {every} an update on {samples} of the last {replay.games * replay.rows:,} frames")
 
     def due(what: str) -> bool:
         every = getattr(args, f"{what}_every")
@@ -1093,15 +1388,23 @@ def main(args: Args) -> dict:
         return True
 
     def collected(seen: Counter) -> dict[str, Any]:
-        """What the collectors did, in transitions: produced = stored + dropped + in flight, at any moment."""
-        by_collector = games * np.array([ring.counts() for ring in fleet.rings])
-        produced, _, dropped, in_flight = by_collector.sum(0).tolist()
+        """What became of the collectors' steps. They count what they produce, the learner counts what it stores.
+
+        A collector that ends between a step and its push loses that step, so `lost` is at most one for each start.
+        """
+        by_collector = []
+        for number, ring in enumerate(fleet.rings):
+            steps, in_flight = ring.counts()
+            by_collector.append([games * steps, int(stored[number]), games * in_flight])
+        produced, new, in_flight = np.sum(by_collector, 0).tolist()
+        seconds = seen["wait"] + seen["act"] + seen["env"]
         return {
-            "produced": first_step + dropped_before + produced,
-            "stored": global_step,
-            "dropped": dropped_before + dropped,
+            "produced": first_step + produced,
+            "stored": first_step + new,
             "in_flight": in_flight,
-            "by_collector": by_collector.tolist(),
+            "lost": produced - new - in_flight,
+            "by_collector": by_collector,
+            "wait_fraction": seen["wait"] / (seconds or math.inf),
             "producer_wait_ms_mean": 1000 * seen["wait"] / max(seen["blocks"], 1),
             "producer_wait_ms_p95": 1000 * float(np.percentile(waits or [0], 95)),  # of the last 100,000 blocks
             "failed_pushes": sum(ring.failed.item() for ring in fleet.rings),
@@ -1113,27 +1416,31 @@ def main(args: Args) -> dict:
     def save() -> None:
         if not all(weight.isfinite().all() for weight in weights):
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        state = {name: part.state_dict() for name, part in stateful.items()} | {"generator": generator.get_state()}
-        counts = collected(seen_in_all)
-        counters = [global_step, updates, owed, elapsed(), counts["dropped"], fleet.starts]
-        state |= {"script": SCRIPT, "args": vars(args), "counters": counters, "collected": counts}
+        state = {"script": SCRIPT, "args": vars(args), "collected": collected(seen_in_all), **run_state()}
         save_checkpoint(folder / "checkpoint.pt", state)
 
+    def count_steps(timed: bool) -> None:
+        """Steps made since the last call count into speeds only if the seconds since then do."""
+        nonlocal counted
+        produced = games * sum(ring.steps.item() for ring in fleet.rings)
+        seen["steps"] += timed * (produced - counted)
+        counted = produced
+
     def log() -> None:
+        count_steps(True)
         seconds = watch.read()
-        steps, learns, wall = seen["blocks"] * games, seen["updates"], sum(seconds.values()) or math.inf
+        steps, learns, wall = seen["steps"], seen["updates"], sum(seconds.values()) or math.inf
         counts, ended, blocks = collected(seen), max(seen["games"], 1), max(seen["blocks"], 1)
         distance, flags, score, length, returned = (seen[name] / ended for name in EPISODE)
-        loss, q, skipped, in_a_row = learned.tolist()
-        learned[:3] = 0
+        loss, q = learned.tolist()
+        learned.zero_()
         scalars = {
             "charts/SPS": steps / wall,
             "charts/updates_per_second": learns / wall,
             "charts/samples_per_second": learns * samples / wall,
-            "charts/replay_ratio": learns * samples / (steps or math.inf),
-            "charts/epsilon": float(epsilon_at(progress(), args.start_e, args.end_e, args.exploration_fraction)),
+            "charts/replay_ratio": learns * samples / (seen["blocks"] * games or math.inf),
+            "charts/epsilon": np.mean([ring.epsilon.item() for ring in fleet.rings]).item(),
             "losses/learning_rate": learning_rate.item(),
-            "losses/skipped_updates": skipped,
             "perf/rollout_fraction": 1 - seconds["learn"] / wall,
             "perf/epoch_ms": 1000 * wall * args.sync_every / max(learns, 1),
             "perf/act_ms": 1000 * seen["act"] / blocks,
@@ -1152,25 +1459,26 @@ def main(args: Args) -> dict:
             scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             with suppress(ImportError, RuntimeError):  # without NVML
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
-        for tag, value in scalars.items():
-            writer.add_scalar(tag, value, global_step)
+        write_scalars(writer, scalars, global_step)
         line = "[COLLECT] " + "  ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in COUNTS)
-        line += f"  steps/s {steps / wall:,.0f}  wait p95 {counts['producer_wait_ms_p95']:.2f} ms  "
+        line += f"  steps/s {steps / wall:,.0f}  waited {counts['wait_fraction']:.0%} of the time  "
         line += f"ring {counts['ring_fill']:.0%}  weights {counts['weight_age']:.1f} updates old"
-        print(f"{line}  games {seen['games']:.0f}  distance {distance:.0f}  flags {flags:.0%}  reward {returned:.2f}")
+        say(f"{line}  games {seen['games']:.0f}  distance {distance:.0f}  flags {flags:.0%}  reward {returned:.2f}")
         line = f"[TRAIN]   {progress():4.0%}  updates {updates:,}  updates/s {learns / wall:.1f}  ratio "
         line += f"{scalars['charts/replay_ratio']:.2f}  loss {loss / max(learns, 1):.4f}  q {q / max(learns, 1):.2f}  "
-        print(f"{line}epsilon {scalars['charts/epsilon']:.3f}  greedy flags {scores.get('eval_flags', math.nan):.0%}")
-        sys.stdout.flush()
+        say(f"{line}epsilon {scalars['charts/epsilon']:.3f}  greedy flags {scores.get('eval_flags', math.nan):.0%}")
+        if not 0 <= counts["lost"] <= games * fleet.starts:
+            starts_so_far = f"{counts['lost']:,} steps lost by {fleet.starts} collectors"
+            print(f"{folder}: collectors and learner do not count the same: {starts_so_far}", file=sys.stderr)
         seen_in_all.update(seen)
         seen.clear()
-        if in_a_row >= 10:
-            first = f"every update from number {updates - in_a_row + 1:.0f} on was not finite and was skipped"
-            refuse(f"--learning-rate {args.learning_rate:g}: {first}; a lower one works")
+        if not math.isfinite(loss):
+            refuse(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
 
-    def write_scores() -> None:
-        for name, value in scores.items():
-            writer.add_scalar(name.replace("_", "/", 1), value, global_step)
+    def test(episodes: int) -> dict[str, float]:
+        scores = evaluate(q_network, args, episodes, device)
+        write_scalars(writer, {name.replace("_", "/", 1): value for name, value in scores.items()}, global_step)
+        return scores
 
     # --- storing and learning -------------------------------------------------------------------------------------
     def autocast() -> torch.autocast:
@@ -1195,7 +1503,7 @@ def main(args: Args) -> dict:
         new = 0
         for number, ring in enumerate(fleet.rings):
             block = ring.read()
-            blocks = len(block["since"])
+            blocks = len(block["length"])
             if not blocks:
                 continue
             replay.store(number * games, block)
@@ -1206,6 +1514,7 @@ def main(args: Args) -> dict:
             age = max(updates - ring.using.item(), 0)
             seen.update(wait=wait, act=act, env=env, fill=blocks / ring.blocks, age=age)
             ring.release(blocks)
+            stored[number] += blocks * games
             new += blocks * games
         return new
 
@@ -1216,14 +1525,11 @@ def main(args: Args) -> dict:
             loss, q, td_error = loss_step(*(part.to(device, non_blocking=True) for part in batch))
             scaler.scale(loss / args.accumulate).backward()
             replay.judge(slot, td_error)
-            learned[:2] += torch.stack([loss.detach().nan_to_num(0, 0, 0), q.nan_to_num(0, 0, 0)]) / args.accumulate
+            learned.add_(torch.stack([loss.detach(), q]) / args.accumulate)
         scaler.unscale_(optimizer)
-        finite = nn.utils.clip_grad_norm_(weights, args.max_grad_norm).isfinite()
-        optimizer.found_inf = skipped = 1 - finite.float()  # at 1, fused AdamW leaves weights and moments as they are
+        nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
         scaler.step(optimizer)
         scaler.update()
-        learned[2] += skipped
-        learned[3] = torch.where(finite & (learned[3] < 10), 0, learned[3] + 1)  # from ten on it only grows
 
     # --- switches: they wrap `loss_of` and `update` ---------------------------------------------------------------
     loss_step = loss_of
@@ -1234,22 +1540,34 @@ def main(args: Args) -> dict:
     if graphs:
         update = Graphed(update, generator, watch)
     elif args.cudagraph:
-        print("--cudagraph: needs CUDA, and the replay on it; the loop runs without graphs")
+        say("--cudagraph: needs CUDA, and the replay on it; the loop runs without graphs")
 
     # --- the loop -------------------------------------------------------------------------------------------------
     def flat() -> torch.Tensor:
         return torch.cat([weight.detach().flatten() for weight in weights])
 
+    def look_after() -> None:
+        """What cannot be replaced ends the run, but not before it is saved."""
+        try:
+            fleet.look_after()
+        except OSError as error:
+            if updates > first_update:
+                save()
+            refuse(f"--num-collectors {args.num_collectors}: {error}")
+
     broadcast = Broadcast(flat())
     broadcast.publish(flat(), updates)
     fleet = Collectors(args, broadcast, starts)
     in_turn = None if args.num_collectors else Collector(args, 0, starts, fleet.rings[0], broadcast)
+    counted = 0
     try:
+        fleet.start()
         while fleet.processes and not all(ring.head for ring in fleet.rings) and not interrupts:
             time.sleep(0.01)  # until all of them play
-            fleet.look_after()
+            look_after()
         last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
-        writer.add_scalar("perf/warmup_s", time.perf_counter() - started, global_step)
+        write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
+        count_steps(False)
         watch.mark()
         while progress() < 1 and not interrupts:
             # 1 act and step: the collectors do it meanwhile; without any, it is done here
@@ -1259,12 +1577,12 @@ def main(args: Args) -> dict:
                 watch.mark("rollout")
 
             # 2 store
-            fleet.look_after()
+            look_after()
             new = store()
             global_step += new
             if replay.written.sum() >= args.learning_starts:
                 # What a learner falls behind by more than 100 updates is let go.
-                owed = min(owed + args.replay_ratio * new, 100 * samples)
+                owed = min(owed + args.replay_ratio * new, 100.0 * samples)
             watch.mark("store")
 
             # 3 learn
@@ -1290,73 +1608,80 @@ def main(args: Args) -> dict:
                 log()
                 watch.mark("log")
             if due("eval"):
-                scores = evaluate(q_network, args, max(args.eval_episodes // 10, 1), device)
-                write_scores()
+                count_steps(True)
+                with interrupts.at_once():
+                    scores = test(max(args.eval_episodes // 10, 1))
+                count_steps(False)
                 watch.mark()
             if due("checkpoint"):
+                count_steps(True)
                 save()
+                count_steps(False)
                 watch.mark()
-            if profiler:
-                profiler.step()
+        count_steps(True)
     finally:
         fleet.stop()
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- the end: what must not be lost first ---------------------------------------------------------------------
+    count_steps(False)
     while new := store():
         global_step += new
-    watch.mark("store")
     log()
     wall_seconds, busy = elapsed(), sum(watch.total.values()) or math.inf
     save()
-    print()
-    if interrupts:
-        print(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
-    else:
-        scores = examine(q_network, args, device, folder)
-        write_scores()
-        print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
-    if profiler:
-        profiler.stop()
-        profiler.export_chrome_trace(str(folder / "profile.json"))
-        longest = profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=30)
-        (folder / "profile.txt").write_text(longest)
     steps, learns = global_step - first_step, seen_in_all["updates"]
     summary = {
         "script": SCRIPT,
-        **machine(device),
+        "device": device_name,
+        "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
         "compiled": loss_step is not loss_of,
         "cudagraph": graphs,
         "sdpa": None,
         "env_steps": global_step,
         "wall_seconds": wall_seconds,
-        "env_steps_per_second": steps / busy,
+        "env_steps_per_second": seen_in_all["steps"] / busy,
         "updates_per_second": learns / busy,
         "samples_per_second": learns * samples / busy,
         "replay_ratio": learns * samples / max(steps, 1),
         "rollout_fraction": 1 - watch.total["learn"] / busy,
         "train_fraction": watch.total["learn"] / busy,
-        "experience_rate": steps / busy,
+        "experience_rate": seen_in_all["steps"] / busy,
         **collected(seen_in_all),
         "replay_kib_per_transition": replay.kib,
         **scores,
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    writer.close()
+    write_json(folder / "summary.json", summary)
+    say("")
+    rom = f" --rom {args.rom}" if args.rom else ""
+    if not interrupts:
+        with interrupts.at_once():
+            summary |= test(args.eval_episodes)
+            write_json(folder / "summary.json", summary)
+            say("  ".join(f"{name} {value:g}" for name, value in summary.items() if name.startswith("eval")))
+            if args.video:
+                write_gif(q_network, args, device, folder / "videos")
+            say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render{rom}")
+    if interrupts:
+        say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}{rom}")
+    with suppress(OSError):  # on a full disk
+        writer.close()
     return summary
 
 
 def parse() -> Args:
     """The command line, with --resume and --evaluate on top of the flags of that run."""
     args = tyro.cli(Args, description=__doc__)
-    name = args.resume or args.evaluate
-    if name:
-        saved = load_checkpoint("--resume" if args.resume else "--evaluate", name, args.run_dir)[1]["args"]
-        try:
-            args = tyro.cli(Args, default=Args(**saved), description=__doc__)
-        except TypeError as error:
-            refuse(f"{name}: made by another version of {SCRIPT}.py ({error})")
-    return args
+    flag = "resume" if args.resume is not None else "evaluate"
+    name = getattr(args, flag)
+    if name is None:
+        return args
+    path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
+    flags = saved_flags(f"--{flag}", name, saved["args"])
+    if args.total_timesteps is not None or args.max_seconds is not None:
+        flags |= {"total_timesteps": None, "max_seconds": None}  # a new limit takes the place of the old ones
+    args = tyro.cli(Args, default=Args(**flags), description=__doc__)
+    return replace(args, **{flag: str(path)})  # looked up once: the latest may soon be another one
 
 
 if __name__ == "__main__":
@@ -1364,7 +1689,9 @@ if __name__ == "__main__":
         main(parse())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except RuntimeError as error:
-        if "memory" not in str(error):
+    except (OSError, MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            refuse("out of memory: a smaller --batch-size, --buffer-size, --ring-blocks or --hidden-size works")
+        if not isinstance(error, OSError):
             raise
-        refuse("out of memory: a smaller --batch-size, --buffer-size or --ring-blocks works")
+        refuse(str(error))

@@ -641,6 +641,8 @@ class MarioEnv(gym.Env):
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         batch = self.batch
+        if not self.action_space.contains(action):
+            raise ValueError(f"action {action}: must be a whole number from 0 to {batch.num_actions - 1}")
         (terminated,), (truncated,) = batch.play(np.array([action]))
         batch.obs[:] = batch.final_obs
         info = {name: values[0].item() for name, values in batch.statistics.items()}
@@ -657,6 +659,8 @@ class MarioVectorEnv(VectorEnv):
     """`MarioBatch` for users of Gymnasium's vector API: finished games restart in the same step.
 
     `reset(seed=s)` starts the lanes' streams of seed s: lane i plays what `MarioEnv(lane=i)` plays with that seed.
+    A list of seeds is one for each lane: lane i then plays what a `MarioEnv()` of its own plays with seed i of the
+    list, and goes on with its stream where that is None.
     """
 
     metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -669,22 +673,41 @@ class MarioVectorEnv(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        if seed is not None or not self.seeded:
-            seed = int(self.np_random.integers(2**32)) if seed is None else seed
-            self.batch.streams, self.seeded = [Stream(seed, lane) for lane in range(self.num_envs)], True
-        return self.batch.reset().copy(), {}
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
+        lanes = range(self.num_envs)
+        same = np.ndim(seed) == 0  # one for all lanes
+        if same:
+            super().reset(seed=seed)
+            seed = [seed] * self.num_envs
+        if len(seed) != self.num_envs:
+            raise ValueError(f"{len(seed)} seeds for {self.num_envs} games: must be as many, or one for all")
+        if not self.seeded:
+            drawn = int(self.np_random.integers(2**32))
+            self.batch.streams, self.seeded = [Stream(drawn, lane) for lane in lanes], True
+        for lane in lanes:
+            if seed[lane] is not None:
+                self.batch.streams[lane] = Stream(int(seed[lane]), lane if same else 0)
+        infos = {name: np.zeros_like(values) for name, values in self.batch.statistics.items()}
+        infos |= {f"_{name}": np.ones(self.num_envs, bool) for name in self.batch.statistics}
+        return self.batch.reset().copy(), infos
 
     def step(self, actions: np.ndarray):
-        obs, reward, terminated, truncated, info = self.batch.step(np.asarray(actions))
+        actions, last = np.asarray(actions), self.batch.num_actions - 1
+        whole = actions.shape == (self.num_envs,) and actions.dtype.kind in "iu"
+        if not whole or actions.min() < 0 or actions.max() > last:
+            raise ValueError(f"actions {actions}: must be {self.num_envs} whole numbers from 0 to {last}")
+        obs, reward, terminated, truncated, info = self.batch.step(actions)
         final_obs, done = info.pop("final_obs"), terminated | truncated
-        infos = dict(info) | {f"_{name}": np.ones(self.num_envs, bool) for name in info}
+        # A game that has ended shows its last info beside its last observation; what is left is of the new game.
+        infos = {name: np.where(done, np.zeros_like(values), values) for name, values in info.items()}
+        infos |= {f"_{name}": np.ones(self.num_envs, bool) for name in info}
         if done.any():
             final = np.full(self.num_envs, None, object)
             for lane in done.nonzero()[0]:
                 final[lane] = final_obs[lane].copy()
-            final_info = {name: np.where(done, values, 0) for name, values in info.items()}
+            final_info = {name: np.where(done, values, np.zeros_like(values)) for name, values in info.items()}
             final_info |= {f"_{name}": done for name in info}
             infos |= {"final_obs": final, "_final_obs": done, "final_info": final_info, "_final_info": done}
         return obs.copy(), reward.astype(np.float64), terminated, truncated, infos

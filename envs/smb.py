@@ -32,6 +32,7 @@ MODE, TASK, PLAYER, FLOAT, BELOW, X_PAGE, X_PIXEL, KINDS, SCORE = (
     0x7DD,
 )
 WORLD, STAGE, AREA, TITLE_TIMER = 0x75F, 0x75C, 0x760, 0x7A0
+OLD_BUTTONS, A_BUTTON = 0x0D, 0x80  # what of A and B was down in the last frame, and its bit of A
 
 
 def find_rom(rom: str | None = None) -> Path:
@@ -141,8 +142,17 @@ class NesGame:
         self.play(0, 1 + draw(self.noop_max + 1))  # the one brings the screen, too, to the first controllable frame
 
     def play(self, buttons: int, frames: int | None = None) -> None:
+        """Hold `buttons` for `frames` (None: `skip`).
+
+        The game starts a jump only at a new press of A, and no picture shows whether A is still down. So where a jump
+        is asked for on the ground, A that is down is let go for one frame first: what jumps is what is seen.
+        """
+        frames = self.skip if frames is None else frames
+        if buttons & JUMP and self.ram[FLOAT] == 0 and self.ram[OLD_BUTTONS] & A_BUTTON:
+            self._frame(PRESSED[buttons & ~JUMP])
+            frames -= 1
         mask = PRESSED[buttons]
-        for _ in range(self.skip if frames is None else frames):
+        for _ in range(frames):
             self._frame(mask)
         self.ram = self.emulator.get_state()[self.ram_at : self.ram_at + 2048]
         self._look()

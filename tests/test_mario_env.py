@@ -635,7 +635,53 @@ def test_vector_env_is_numpy_and_same_step() -> None:
             ended += 1
             np.testing.assert_array_equal(infos["final_obs"][lane], expected[4]["final_obs"][lane])
             assert infos["final_info"]["distance"][lane] == expected[4]["distance"][lane]
+            assert infos["distance"][lane] == infos["length"][lane] == 0  # of the new game
+        for lane in (~(terminated | truncated)).nonzero()[0]:
+            assert infos["distance"][lane] == expected[4]["distance"][lane]
     assert ended > 5
+
+
+def test_vector_env_says_at_reset_what_the_single_env_says() -> None:
+    vector, single = gym.make_vec("MarioLike-v0", num_envs=3), MarioEnv()
+    vector.reset(seed=1), vector.step(np.full(3, 3))
+    _, infos = vector.reset()
+    _, info = single.reset(seed=1)
+    assert set(infos) == set(info) | {f"_{name}" for name in info}
+    for name, value in info.items():
+        np.testing.assert_array_equal(infos[name], [value] * 3)
+        np.testing.assert_array_equal(infos[f"_{name}"], [True] * 3)
+    stepped = vector.step(np.full(3, 3))[4]
+    assert {name: infos[name].dtype for name in infos} == {name: stepped[name].dtype for name in infos}
+
+
+def test_vector_env_takes_a_seed_for_each_lane() -> None:
+    vector = gym.make_vec("MarioLike-v0", num_envs=3)
+    obs = vector.reset(seed=[5, None, 7])[0]
+    for lane, seed in ((0, 5), (2, 7)):
+        np.testing.assert_array_equal(obs[lane], MarioEnv().reset(seed=seed)[0])
+    np.testing.assert_array_equal(vector.reset(seed=np.array([6, 5, 5]))[0][1], obs[0])
+    again, once_more = (vector.reset(seed=[5, None, 8])[0] for _ in range(2))
+    np.testing.assert_array_equal(again[0], obs[0])
+    np.testing.assert_array_equal(again[2], once_more[2])
+    assert (again[1] != once_more[1]).any()  # without a seed, the next game of its stream
+    with pytest.raises(ValueError, match="2 seeds for 3 games: must be as many, or one for all"):
+        vector.reset(seed=[1, 2])
+
+
+@pytest.mark.parametrize("action", [-1, 7, 2.0, np.float64(2.7), None])
+def test_actions_that_do_not_exist_are_refused(action) -> None:
+    env = MarioEnv()
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="action .*: must be a whole number from 0 to 6"):
+        env.step(action)
+    vector = gym.make_vec("MarioLike-v0", num_envs=2)
+    vector.reset(seed=0)
+    with pytest.raises(ValueError, match="actions .*: must be 2 whole numbers from 0 to 6"):
+        vector.step(np.array([0, action]))
+    for actions in ([0], [0, 0, 0], [[0, 0]]):
+        with pytest.raises(ValueError, match="must be 2 whole numbers"):
+            vector.step(np.array(actions))
+    assert vector.step([1, 2])[0].shape == (2, 4, 84, 84)
 
 
 def test_rendering() -> None:

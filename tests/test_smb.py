@@ -84,6 +84,51 @@ def test_a_walker_kills_and_patience_ends() -> None:
     assert [batch.step(np.array([1]))[3][0] for _ in range(3)] == [False, False, True]
 
 
+def landed(held: bool) -> SuperMarioBrosBatch:
+    """On the ground after a jump whose button is still down, or was let go just before."""
+    batch = start()
+    for action in [5] * 10 + [5 if held else 0]:
+        batch.step(np.array([action]))
+    return batch
+
+
+@real
+def test_what_a_jump_does_on_the_ground_is_in_the_picture() -> None:
+    """The game jumps only at a new press of A. Whether A is still down cannot be seen, so it must not matter."""
+    heights, stacks = [], []
+    for held in (False, True):
+        batch = landed(held)
+        game = batch.games[0]
+        assert bool(game.ram[smb.OLD_BUTTONS] & smb.A_BUTTON) == held and game.ram[smb.FLOAT] == 0
+        stacks.append(batch.obs.copy())
+        heights.append([])
+        for _ in range(8):
+            batch.step(np.array([5]))
+            heights[-1].append(game.ram[0xCE])
+        assert game.ram[smb.FLOAT] == 1
+        del batch, game  # a process holds one emulator
+    np.testing.assert_array_equal(*stacks)
+    assert min(heights[0]) == min(heights[1]) < 120  # as high as each other, one frame apart
+    assert max(abs(a - b) for a, b in zip(*heights)) <= 5
+
+
+@real
+def test_a_is_let_go_for_one_frame_on_the_ground_and_stays_down_elsewhere(monkeypatch) -> None:
+    masks, frame = [], NesGame._frame
+    monkeypatch.setattr(NesGame, "_frame", lambda self, mask: masks.append(bool(mask[8])) or frame(self, mask))
+    batch = start()
+    masks.clear()
+    for action in (5, 5, 4, 4, 0, 0):  # up, and on the way up to the right
+        batch.step(np.array([action]))
+    assert masks == [True] * 16 + [False] * 8
+    del batch  # a process holds one emulator
+    batch = landed(True)
+    masks.clear()
+    for action in (4, 4, 1):
+        batch.step(np.array([action]))
+    assert masks == [False] + [True] * 7 + [False] * 4
+
+
 @real
 def test_a_gap_kills() -> None:
     game = NesGame()
