@@ -62,7 +62,6 @@ import torch
 import torch.nn.functional as F
 import tyro
 from dotenv.parser import parse_stream
-from gymnasium.utils.performance import benchmark_vector_step
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -244,10 +243,12 @@ GYMNASIUM = {kind.__name__: kind for kind in (SnakeEnv, SnakeVectorEnv, MettaVec
 
 def gymnasium_rates(game: str, widths: tuple[int, ...], seconds: float, **settings: Any) -> list[float]:
     """The same by Gymnasium's own measure: of a class for many games, or of one for one game in `SyncVectorEnv`."""
+    from gymnasium.utils import performance  # since Gymnasium 1.4
+
     kind, rates = GYMNASIUM[game], []
     for width in widths:
         envs = kind(width, **settings) if issubclass(kind, VectorEnv) else SyncVectorEnv([kind] * width)
-        rates.append(benchmark_vector_step(envs, seconds, seed=1))
+        rates.append(performance.benchmark_vector_step(envs, seconds, seed=1))
     return rates
 
 

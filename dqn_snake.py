@@ -947,6 +947,10 @@ def main(args: Args) -> dict:
                 replay.load_state_dict(saved["replay"])
         except (RuntimeError, ValueError) as error:
             refuse(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
+        global_step, updates, owed, seconds_before = (saved[k] for k in ("global_step", "updates", "owed", "elapsed"))
+        if progress() >= 1:
+            over = f"its run is over after {global_step:,} steps and {elapsed():.0f} s"
+            refuse(f"{asked}: {over}; a larger --total-timesteps or --max-seconds works")
         q_network.load_state_dict(saved["q_network"])
         target_network.load_state_dict(saved["target_network"])
         load_optimizer(optimizer, saved["optimizer"])
@@ -958,15 +962,11 @@ def main(args: Args) -> dict:
             say("the random numbers begin anew: those of the checkpoint are of another kind of device")
         if "replay" not in expected:
             say("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
-        global_step, updates, owed, seconds_before = (saved[k] for k in ("global_step", "updates", "owed", "elapsed"))
 
     folder = None
     if args.resume is not None:
         path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
         load_run_state(saved)
-        if progress() >= 1:
-            over = f"its run is over after {global_step:,} steps and {elapsed():.0f} s"
-            refuse(f"--resume {args.resume}: {over}; a larger --total-timesteps or --max-seconds works")
         folder = path.parent
         write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
         for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved

@@ -1509,7 +1509,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     per_round = args.train_freq * args.num_envs if args.gradient_steps == -1 else args.gradient_steps
     target_every = max(args.target_update_interval // args.num_envs, 1)
     last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
-    writer.add_scalar("perf/warmup_s", time.perf_counter() - started, global_step)
+    write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
     watch.mark()
     while progress() < 1 and not interrupts:
         # 1 act and step, 2 store
