@@ -93,8 +93,8 @@ class Args:
     """agents of an instance (None: as the env-id has it)"""
     num_envs: int | None = None
     """games played side by side, each of several agents (None: 128 on CPU, 4096 on CUDA, 32 of the real MettaGrid)"""
-    vec_env: Literal["device", "subproc"] | None = None
-    """games on the training device, or in worker processes (None: workers for the real MettaGrid, else the device)"""
+    vec_env: Literal["auto", "device", "subproc"] = "auto"
+    """games on the training device, or in worker processes; auto takes workers for the real MettaGrid only"""
     num_workers: int | None = None
     """processes of subproc; 0 plays in this one (None: at most one for each core, on a CPU for every second one, and as
     many as the games can be dealt out to)"""
@@ -241,7 +241,6 @@ GAME_DEFAULTS = {  # of flags that are None
     # An altar is near, where the arena's hearts take several errands; in the real game a mine is at hand as well.
     "MettaNavigation-v0": {"gamma": 0.95},
     "mettagrid": {
-        "vec_env": "subproc",
         "num_envs": 32,
         "update_epochs": 2,
         "gamma": 0.9,
@@ -253,13 +252,15 @@ GAME_DEFAULTS = {  # of flags that are None
 
 def resolve(args: Args, device: torch.device) -> Args:
     """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
-    defaults = {"vec_env": "device", "num_envs": 128, "update_epochs": 1, "ent_coef": 0.005, "end_ent_coef": 0.001}
+    defaults = {"num_envs": 128, "update_epochs": 1, "ent_coef": 0.005, "end_ent_coef": 0.001}
     if device.type == "cuda":
         defaults["num_envs"] = 4096
     defaults |= GAME_DEFAULTS[args.env_id]
     if args.total_timesteps is None:
         defaults["max_seconds"] = 600.0
     args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
+    if args.vec_env == "auto":
+        args = replace(args, vec_env="subproc" if args.env_id == "mettagrid" else "device")
 
     shares = {"gamma", "gae_lambda", "prio_beta0"}
     may_be_0 = shares | {"seed", "num_workers", "update_epochs", "ent_coef", "end_ent_coef", "prio_alpha"}
