@@ -51,7 +51,6 @@ from envs.metta import ACTIONS, FEATURES, MOVES, VARIANTS, VIEW, MettaArena, Met
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
 GIF_FRAMES = 300
-GAME_BYTES = 8_000  # that the embedded arena takes for an agent, about
 RANK = int(os.environ.get("RANK", 0))  # these three are set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
@@ -371,6 +370,7 @@ class Games:
             self.length = torch.zeros(self.games.num_agents)
             self.features = {id: name for id, (name, _) in self.games.features.items()}
             self.num_actions, self.window = self.games.num_actions, self.games.window
+            self.cells = 0
             self.step = self.step_real
             self.obs = torch.from_numpy(self.games.obs)
         else:
@@ -379,6 +379,7 @@ class Games:
             self.max_steps = self.games.rules.max_steps
             self.finished, self.features = self.games.finished, dict(enumerate(FEATURES))
             self.num_actions, self.window = len(ACTIONS), (2 * VIEW + 1, 2 * VIEW + 1)
+            self.cells = self.games.cells
             self.step = self.games.step
             self.obs = self.games.reset()
 
@@ -1341,7 +1342,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
     example = Games(args, 1, torch.device("cpu"), EVAL_SEED)
-    refuse_if_too_large("--num-envs", args.num_envs, GAME_BYTES * len(example.obs), device)
+    game_bytes = 4_000 * len(example.obs) + 35 * example.cells  # about; measured in all games
+    refuse_if_too_large("--num-envs", args.num_envs, game_bytes, device)
     agent = Agent(args, example, device)
     is_main = RANK == 0
     if args.evaluate is not None:

@@ -7,9 +7,11 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -448,6 +450,54 @@ def test_a_lost_worker_is_named_and_the_checkpoint_saved(tmp_path, number, said)
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
+def test_every_group_of_every_worker_plays_games_of_its_own(monkeypatch) -> None:
+    monkeypatch.delitem(ppo_metta.VARIANTS["MettaArena-v0"], "max_steps")
+    args = resolve(Args(**QUICK | dict(vec_env="subproc")), CPU)
+    workers = ppo_metta.Workers(args, Games(args, 1, CPU, 0), CPU, starts=0)
+    try:
+        parts = workers.obs.unflatten(0, (4, 6))
+        assert (parts[:, :, :, 0] < 255).any(2).all()
+        assert not any(torch.equal(parts[i], parts[j]) for i in range(4) for j in range(i))
+    finally:
+        workers.close()
+    assert not any(process.is_alive() for process in workers.processes)
+
+
+def test_no_two_streams_have_one_seed(monkeypatch) -> None:
+    seeds = set()
+    for rank in range(3):
+        monkeypatch.setattr(ppo_metta, "RANK", rank)
+        streams = np.ndindex(5, 3, 4, 2)
+        seeds |= {ppo_metta.games_seed(*map(int, which)) for which in streams}
+    assert len(seeds) == 3 * 5 * 3 * 4 * 2 and max(seeds) < ppo_metta.EVAL_SEED
+
+
+def test_a_resumed_run_does_not_begin_its_streams_again(run, monkeypatch) -> None:
+    asked, seed_of = [], ppo_metta.games_seed
+    monkeypatch.setattr(ppo_metta, "games_seed", lambda *a: asked.append((a, seed_of(*a))) or asked[-1][1])
+    flags = dict(vec_env="subproc", num_workers=0)
+    _, folder = run(**flags)
+    for start in (1, 2):
+        del asked[:]
+        run(resume=str(folder), total_timesteps=384 * (4 + start), **flags)
+        assert {given for given, _ in asked} == {(1, start)} and asked[0][1] != 1
+
+
+def test_a_worker_that_fails_says_why_in_one_line(run, monkeypatch, capsys) -> None:
+    pipe, child_pipe = torch.multiprocessing.Pipe()
+    args = resolve(Args(**QUICK), CPU)
+    with ppo_metta.process_restored():
+        ppo_metta.work(args, 0, [1], child_pipe, [torch.zeros(1)] * 7)  # no games: that raises
+    lost = object.__new__(ppo_metta.Workers)
+    lost.pipes, lost.processes = [pipe], [types.SimpleNamespace(pid=1)]
+    monkeypatch.setattr(ppo_metta, "make_envs", lambda *_: lost.wait(1))
+    with pytest.raises(SystemExit) as error:
+        run()
+    said = capsys.readouterr().err
+    assert error.value.code == 1 and said.count("\n") == 1
+    assert "worker 0 (process 1) failed: ValueError num_games 0" in said
+
+
 # ------------------------------------------------------------------------------------------------ several ranks
 
 
@@ -510,6 +560,102 @@ def test_ranks_play_different_games_and_one_writes(tmp_path) -> None:
     assert summary["env_steps"] == 3072 and summary["replay_ratio"] == pytest.approx(1)
     saved = checkpoint(tmp_path / "run")
     assert (saved["global_step"], saved["updates"]) == (3072, 16)
+
+
+def start_ranks(folder: Path, script: str) -> list[subprocess.Popen]:
+    """Two ranks as torchrun would start them, but sooner."""
+    (folder / "ranks.py").write_text(script)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    common |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder)
+    command = [sys.executable, "ranks.py"]
+    return [
+        subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **streams)
+        for rank in range(2)
+    ]
+
+
+RANK_FLAGS = """
+import sys, time, torch, ppo_metta
+from ppo_metta import RANK, Args, main
+flags = dict(num_envs=2, num_steps=8, num_minibatches=2, bptt_horizon=8, hidden_size=16, video=False, device="cpu",
+             threads=1, run_name="run", log_every=0.05, eval_episodes=6)
+"""
+SAME_WEIGHTS = (
+    RANK_FLAGS
+    + """
+agents, seeds, first_obs = [], set(), []
+agent_init, rollout_init, sample = ppo_metta.Agent.__init__, ppo_metta.Rollout.__init__, ppo_metta.sample
+def keep_agent(self, *given):
+    agent_init(self, *given)
+    agents.append(self)
+def keep_obs(self, args, obs, *given):
+    first_obs.append(obs.clone())
+    rollout_init(self, args, obs, *given)
+def keep_seed(logits, generator):
+    seeds.add(generator.initial_seed())
+    return sample(logits, generator)
+ppo_metta.Agent.__init__, ppo_metta.Rollout.__init__, ppo_metta.sample = keep_agent, keep_obs, keep_seed
+stdout = sys.stdout
+summary = main(Args(max_seconds=6.0, eval_every=0.3, checkpoint_every=0.2, **flags))
+assert sys.stdout is stdout and not torch.distributed.is_initialized()
+seeds.discard(ppo_metta.EVAL_SEED)
+torch.save([agents[0].state_dict(), first_obs[0], sorted(seeds), summary["env_steps"]], f"rank{RANK}.pt")
+"""
+)
+
+
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
+def test_ranks_end_with_the_same_weights_from_games_and_noise_of_their_own(tmp_path, attempt) -> None:
+    """Time decides what they do together: when they log, how large a step is, when they end."""
+    ranks = start_ranks(tmp_path, SAME_WEIGHTS)
+    said = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    (weights, obs, seeds, steps), other = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert steps == other[3] > 500
+    assert all(torch.equal(value, other[0][name]) for name, value in weights.items())
+    assert not torch.equal(obs, other[1])
+    assert len(seeds) == len(other[2]) == 1 and seeds != other[2]
+    assert said[0][0].count("eval_score_mean") == 1 and not said[1][0]
+
+
+INTERRUPTED = (
+    RANK_FLAGS
+    + """
+def evaluate(*given):
+    print("evaluates", flush=True)
+    time.sleep(100)
+ppo_metta.evaluate = evaluate
+main(Args(eval_every=0.1, **flags))
+"""
+)
+
+
+def test_control_c_during_the_evaluation_of_one_rank_ends_all(tmp_path) -> None:
+    ranks = start_ranks(tmp_path, INTERRUPTED)
+    while "evaluates" not in ranks[0].stdout.readline():
+        pass
+    time.sleep(0.3)
+    for rank in ranks:
+        rank.send_signal(signal.SIGINT)
+    out, err = ranks[0].communicate(timeout=30)
+    assert ranks[1].communicate(timeout=30) == ("", "")
+    assert [rank.returncode for rank in ranks] == [0, 0] and not err, err
+    assert "stopped" in out and (tmp_path / "runs/run/checkpoint.pt").exists()
+
+
+def test_a_lost_rank_ends_the_others_with_one_line_and_a_checkpoint(tmp_path) -> None:
+    ranks = start_ranks(tmp_path, RANK_FLAGS + "main(Args(**flags))")
+    while "SPS" not in ranks[0].stdout.readline():
+        pass
+    ranks[1].kill()
+    err = ranks[0].communicate(timeout=30)[1]
+    assert ranks[0].returncode == 1 and err.count("\n") == 1 and "rank 0 has lost another one" in err, err
+    assert (tmp_path / "runs/run/checkpoint.pt").exists()
+    ranks[1].communicate()
 
 
 # ------------------------------------------------------------------------------------------------ switches
@@ -697,7 +843,8 @@ def test_rules_reach_the_games() -> None:
 def test_the_real_mettagrid_learns_in_workers_and_here(run, capsys) -> None:
     flags = dict(env_id="mettagrid", num_envs=4)
     for workers in (0, 2):
-        summary, folder = run(num_workers=workers, **flags | {"total_timesteps": 32 * 16 * 20, "video": workers == 0})
+        flags |= {"run_name": str(workers), "video": workers == 0}
+        summary, folder = run(num_workers=workers, **flags | {"total_timesteps": 32 * 16 * 20})
         assert summary["env_steps"] == 32 * 16 * 20 and checkpoint(folder)["agent.heads.bias"].shape == (6,)
         assert scalars(folder)["charts/score"][-1] > 0 and max(scalars(folder)["charts/episodic_length"]) <= 256
     assert "was written" in capsys.readouterr().out
@@ -770,7 +917,7 @@ def test_the_command_line_takes_over_the_flags_of_a_checkpoint(run, monkeypatch)
     _, folder = run()
     monkeypatch.setattr(sys, "argv", ["ppo_metta.py", "--resume", str(folder), "--total-timesteps", "4000"])
     args = ppo_metta.parse()
-    assert (args.bptt_horizon, args.total_timesteps, args.resume) == (8, 4000, str(folder))
+    assert (args.bptt_horizon, args.total_timesteps, args.resume) == (8, 4000, str(folder / "checkpoint.pt"))
 
 
 def test_a_copied_script_runs_alone(tmp_path) -> None:
@@ -783,8 +930,8 @@ def test_a_copied_script_runs_alone(tmp_path) -> None:
     assert list(tmp_path.glob("runs/mine__1__*/summary.json")) and "--evaluate runs/mine__1__" in done.stdout
 
 
-@pytest.mark.parametrize("vec_env", ["device", "subproc"])
-def test_control_c_saves_and_exits_0(tmp_path, vec_env) -> None:
+@pytest.mark.parametrize("vec_env, number", [("device", signal.SIGINT), ("subproc", signal.SIGTERM)])
+def test_a_signal_to_all_processes_saves_and_exits_0(tmp_path, vec_env, number) -> None:
     command = [sys.executable, "ppo_metta.py", "--run-dir", str(tmp_path), "--run-name", "run", "--device", "cpu"]
     command += f"--num-envs 16 --num-minibatches 2 --threads 1 --vec-env {vec_env}".split()
     command += "--num-workers 2 --log-every 0.1".split()
@@ -792,7 +939,7 @@ def test_control_c_saves_and_exits_0(tmp_path, vec_env) -> None:
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, **streams) as process:
         while "SPS" not in process.stdout.readline():
             pass
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: workers too
+        os.killpg(process.pid, number)  # as terminals and batch systems do it: workers too
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and not err, err
     assert f"--resume {tmp_path / 'run'}" in out and (tmp_path / "run/checkpoint.pt").exists()
