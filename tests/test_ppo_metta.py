@@ -386,6 +386,159 @@ def test_a_large_policy_step_ends_the_iteration(run) -> None:
     assert checkpoint(run(target_kl=1e-6, run_name="ended", **flags)[1])["updates"] < 16
 
 
+def test_a_whole_rollout_is_learned_from_as_independent_code_does(run, recorded, monkeypatch) -> None:
+    """Every update of a rollout: V-trace with the values and ratios that the updates before left, segments weighed by
+    how likely they were drawn, both losses, the entropy bonus, schedules, clipping, and Adam."""
+    segments_of, index_of, agents, firsts = [], Rollout.index, [], []
+    init = Agent.__init__
+
+    def keep(self, *given):
+        init(self, *given)
+        torch.nn.init.orthogonal_(self.heads.weight, 1)  # so that more than the values moves
+        agents.append(self)
+        firsts.append({name: value.clone() for name, value in self.state_dict().items()})
+
+    monkeypatch.setattr(Agent, "__init__", keep)
+    monkeypatch.setattr(Rollout, "index", lambda b, s: segments_of.append(s.clone()) or index_of(b, s))
+    interrupt_after(monkeypatch, 1)  # one rollout is learned from
+    flags = dict(prio_alpha=0.7, prio_beta0=0.4, learning_rate=0.02, ent_coef=0.3, end_ent_coef=0.1, update_epochs=2)
+    flags |= dict(clip_coef=0.1, vf_clip_coef=0.2, vf_coef=0.7, gamma=0.9, gae_lambda=0.8, rho_clip=0.9, c_clip=0.8)
+    _, folder = run(grad_accumulation=2, **flags)
+    trained = load(folder)["agent"]
+    assert len(segments_of) == 8 and load(folder)["global_step"] == 384
+
+    b, asked = recorded["rollout"], {name: part.numpy().copy() for name, part in recorded["gae"].items()}
+    agent = agents[0]
+    agent.load_state_dict(firsts[0])
+    weights = list(agent.parameters())
+    moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in weights]
+    rate, ent_coef, beta = 0.02 * 0.5 * (1 + math.cos(math.pi / 4)), 0.3 - 0.2 / 4, 0.4 + 0.6 / 4
+    for number, segments in enumerate(segments_of):
+        advantage = slow_gae(*asked.values(), 0.9, 0.8, 0.9, 0.8)
+        priority = np.abs(advantage.reshape(2, 8, 24)).sum(1).ravel() ** 0.7
+        share = torch.tensor(priority / priority.sum())
+        steps = [[(n // 24 * 8 + t, n % 24) for n in segments.tolist()] for t in range(8)]
+        at = tuple(torch.tensor(steps).unbind(2))
+
+        def of(stored, at=at) -> torch.Tensor:
+            return torch.as_tensor(stored)[at]
+
+        adv, old_value = of(advantage), of(asked["value"])
+        returns = adv + old_value
+        adv = (adv - adv.mean()) / (((adv - adv.mean()) ** 2).mean().sqrt() + 1e-8)
+        adv = adv * (48 * share[segments]) ** -beta
+        state = b.state[segments // 24, segments % 24]
+        logits, value, _ = agent(b.obs[at], state, b.reset[at])
+        policy = torch.distributions.Categorical(logits=logits)
+        ratio = (policy.log_prob(b.action[at]) - b.logprob[at]).exp()
+        pg_loss = -torch.min(ratio * adv, ratio.clip(0.9, 1.1) * adv).mean()
+        near = old_value + (value - old_value).clip(-0.2, 0.2)
+        v_loss = 0.5 * torch.max((value - returns) ** 2, (near - returns) ** 2).mean()
+        loss = pg_loss - ent_coef * policy.entropy().mean() + 0.7 * v_loss
+        grads = torch.autograd.grad(loss, weights)
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for weight, grad, (mean, square) in zip(weights, grads, moments):
+            grad = grad * min(1, 0.5 / (norm.item() + 1e-6))
+            mean.lerp_(grad, 0.1)
+            square.lerp_(grad**2, 0.001)
+            unbiased = (square / (1 - 0.999 ** (number + 1))).sqrt() + 1e-5
+            weight.data -= rate * mean / (1 - 0.9 ** (number + 1)) / unbiased
+        asked["value"][at], asked["ratio"][at] = value.detach().numpy(), ratio.detach().numpy()
+    for name, value in agent.state_dict().items():
+        moved = (trained[name] - firsts[0][name]).norm()
+        assert moved > 1e-3 and (value - trained[name]).norm() < 2e-3 * moved, name
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(run, monkeypatch, capsys, tmp_path) -> None:
+    calls, ppo_loss_of = [], ppo_metta.ppo_loss
+
+    def broken(*given):
+        calls.append(0)
+        loss, parts = ppo_loss_of(*given)
+        bad = math.nan if len(calls) > 6 else 1
+        return loss * bad, parts * bad
+
+    monkeypatch.setattr(ppo_metta, "ppo_loss", broken)
+    with pytest.raises(SystemExit) as error:
+        run(checkpoint_every=1e-6)
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "--learning-rate 0.003: the loss is nan" in said
+    saved = load(tmp_path / "run")
+    assert saved["updates"] == 4 and all(value.isfinite().all() for value in saved["agent"].values())
+
+
+def test_values_that_are_not_finite_are_not_stored(run, monkeypatch, capsys) -> None:
+    """They would reach the advantages of every later update of the rollout, also of those that float16 skips."""
+    asked, gae_of, forward, learns = [], ppo_metta.gae, Agent.forward, []
+
+    def overflowing(self, tokens, *given):
+        logits, value, state = forward(self, tokens, *given)
+        if len(tokens) > 1:
+            learns.append(0)
+            if len(learns) == 2:
+                value = value * torch.tensor([math.inf, math.nan, 1.0]).repeat(4)
+        return logits, value, state
+
+    monkeypatch.setattr(Agent, "forward", overflowing)
+    monkeypatch.setattr(ppo_metta, "gae", lambda r, v, *a: asked.append((v.clone(), a[4].clone())) or gae_of(r, v, *a))
+    with pytest.raises(SystemExit):
+        run(total_timesteps=384)
+    assert len(asked) == 5 and all(part.isfinite().all() for parts in asked for part in parts)
+
+
+class StagedGames:
+    """Four agents whose episodes end at different steps, and again after that. An observation is the step."""
+
+    first_lengths = 3, 5, 2, 7
+
+    def __init__(self, args, num_games, device, seed, evaluation=False) -> None:
+        self.lengths = self.first_lengths if evaluation else (1, 1, 1, 1)  # only then are first episodes whole
+        assert seed == ppo_metta.EVAL_SEED
+        self.clock, self.actions = 0, []
+        self.obs = self.view()
+
+    def view(self) -> torch.Tensor:
+        return torch.full((4, 1, 3), self.clock, dtype=torch.uint8)
+
+    def step(self, action: torch.Tensor):
+        self.clock += 1
+        self.actions.append(action)
+        ends = torch.tensor([self.clock % length == 0 for length in self.lengths])
+        terminated = ends & torch.tensor([True, False, True, False])
+        hearts = torch.arange(4) + 10 * self.clock
+        return self.view(), torch.zeros(4), terminated, ends & ~terminated, {"hearts": hearts}
+
+
+def test_evaluation_counts_the_first_whole_episode_of_every_agent(monkeypatch) -> None:
+    played, memories = [], []
+
+    class Games(StagedGames):
+        def __init__(self, *given, **more) -> None:
+            super().__init__(*given, **more)
+            played.append(self)
+
+    def agent(obs, state, reset):
+        assert not reset.any() and (obs == played[-1].clock).all()
+        memories.append(state.clone())
+        return torch.tensor([0.0, 1.0]).expand(1, 4, 2), torch.zeros(1, 4), state + 1
+
+    agent.state_size = 1
+    monkeypatch.setattr(ppo_metta, "Games", Games)
+    scores = ppo_metta.evaluate(agent, Args(), 4, CPU)
+    hearts = [10 * length + n for n, length in enumerate(StagedGames.first_lengths)]
+    assert scores["eval_score_mean"] == np.mean(hearts) and scores["eval_score_max"] == max(hearts)
+    assert scores["eval_score_median"] == sorted(hearts)[1] and scores["eval_episodes"] == 4
+    assert [memory[3].item() for memory in memories] == list(range(7))
+    drawn = torch.cat(played[-1].actions).float().mean().item()
+    assert 0.5 < drawn < 0.95  # drawn from the policy, not its likeliest action
+
+
+def test_whole_episodes_are_evaluated_and_half_ones_are_trained_on() -> None:
+    args = resolve(Args(**QUICK), CPU)
+    limits = [Games(args, 8, CPU, 0, evaluation=evaluation).games.limit for evaluation in (False, True)]
+    assert limits[0].min() < 100 and (limits[1] == 100).all()
+
+
 # ------------------------------------------------------------------------------------------------ resume
 
 
