@@ -1270,9 +1270,12 @@ def test_a_run_leaves_nothing_behind_in_its_process(run) -> None:
         threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
         return [*handlers, denormal, threads, precision, sys.stdout, torch.multiprocessing.active_children()]
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     before = process()
-    run(threads=2, vec_env="subproc", num_workers=1)
+    run(vec_env="subproc", num_workers=1)
     assert process() == before and before[2]
+    torch.set_num_threads(threads)
 
 
 def test_it_runs_where_there_is_nothing_of_unix(run, monkeypatch) -> None:
