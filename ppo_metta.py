@@ -817,12 +817,13 @@ def gae(
     is 0 if it terminated, and `final_value` (N,), of the observation it ended with, if it was truncated; that happens
     at most once to a lane of a rollout. `next_value` (N,) is of what follows the rollout.
     """
-    following = torch.where(truncated, final_value, torch.cat([value[1:], next_value[None]])) * ~terminated
-    delta = ratio.clamp(max=rho_clip) * (reward + gamma * following - value)
-    decay = gamma * gae_lambda * ratio.clamp(max=c_clip) * ~(terminated | truncated)
-    advantage, after = torch.empty_like(delta), torch.zeros_like(next_value)
+    next_values = torch.where(truncated, final_value, torch.cat([value[1:], next_value[None]])) * ~terminated
+    delta = ratio.clamp(max=rho_clip) * (reward + gamma * next_values - value)
+    discount = gamma * gae_lambda * ratio.clamp(max=c_clip) * ~(terminated | truncated)
+    advantage = torch.empty_like(delta)
+    lastgaelam = torch.zeros_like(next_value)
     for t in range(len(delta) - 1, -1, -1):
-        after = advantage[t] = delta[t] + decay[t] * after
+        lastgaelam = advantage[t] = delta[t] + discount[t] * lastgaelam
     return advantage
 
 
@@ -842,7 +843,8 @@ def ppo_loss(
     clipped = old_value + (value - old_value).clamp(-vf_clip_coef, vf_clip_coef)
     v_loss = 0.5 * torch.max((value - returns) ** 2, (clipped - returns) ** 2).mean()
     loss = pg_loss - ent_coef * entropy.mean() + vf_coef * v_loss
-    approx_kl, clipfrac = (ratio - 1 - logratio).mean(), ((ratio - 1).abs() > clip_coef).float().mean()
+    approx_kl = (ratio - 1 - logratio).mean()
+    clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
     return loss, torch.stack([pg_loss, v_loss, entropy.mean(), approx_kl, clipfrac]).detach()
 
 
@@ -1342,13 +1344,15 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
     example = Games(args, 1, torch.device("cpu"), EVAL_SEED)
-    game_bytes = 4_000 * len(example.obs) + 35 * example.cells  # about; measured in all games
-    refuse_if_too_large("--num-envs", args.num_envs, game_bytes, device)
+    agents = len(example.obs)  # of a game
+    game_bytes = 4_000 * agents + 35 * example.cells  # about; measured in the arena and in navigation
+    refuse_if_too_large("--eval-episodes", args.eval_episodes, game_bytes // agents, device)
     agent = Agent(args, example, device)
     is_main = RANK == 0
     if args.evaluate is not None:
         return show(agent, args, device) if is_main else {}
-    check_sizes(args, len(example.obs) * args.num_envs, example.max_steps)
+    refuse_if_too_large("--num-envs", args.num_envs, game_bytes, device)
+    check_sizes(args, agents * args.num_envs, example.max_steps)
 
     sdpa = None
     if args.network == "token-attention":
@@ -1584,33 +1588,40 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         with autocast():
             logits, new_value, _ = agent(obs, state, reset)
         logp = logits.log_softmax(2)
-        new_logprob, entropy = logp.gather(2, action[..., None]).squeeze(2), -(logp.exp() * logp).sum(2)
+        new_logprob = logp.gather(2, action[..., None]).squeeze(2)
+        entropy = -(logp.exp() * logp).sum(2)
         coefs = args.clip_coef, args.vf_clip_coef, ent_coef, args.vf_coef
         loss, parts = ppo_loss(new_logprob, logprob, advantage, entropy, new_value, value, returns, *coefs)
         return loss, parts, new_value.detach(), (new_logprob - logprob).detach().exp()
 
     def act(group: int) -> None:
         # 1 act and step
-        part, row = slice(group * group_size, (group + 1) * group_size), rows[group]
+        part = slice(group * group_size, (group + 1) * group_size)
+        row = rows[group]
         segment = row // args.bptt_horizon
         b.state[segment, part] = torch.where(row % args.bptt_horizon == 0, state[part], b.state[segment, part])
-        logits, value, after = policy_step(obs[part], state[part], begins[part])
+        logits, value, next_state = policy_step(obs[part], state[part], begins[part])
         action = sample(logits, generator)
-        b.obs[row, part], b.reset[row, part], b.action[row, part] = obs[part], begins[part], action
-        b.value[row, part], b.logprob[row, part] = value, logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
-        state[part] = after
+        b.obs[row, part] = obs[part]
+        b.reset[row, part] = begins[part]
+        b.action[row, part] = action
+        b.value[row, part] = value
+        b.logprob[row, part] = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
+        state[part] = next_state
         watch.mark("act")
         envs.send(group, action)
         watch.mark("env")
 
     def receive(group: int) -> None:
-        part, row = slice(group * group_size, (group + 1) * group_size), rows[group]
+        part = slice(group * group_size, (group + 1) * group_size)
+        row = rows[group]
         results = (result.to(device, non_blocking=True) for result in envs.recv(group))
         obs[part], reward, terminated, truncated, final_obs = results
         watch.mark("env")
         # 2 store
         b.reward[row, part] = reward * args.reward_scale
-        b.terminated[row, part], b.truncated[row, part] = terminated, truncated
+        b.terminated[row, part] = terminated
+        b.truncated[row, part] = truncated
         b.final_obs[part] = torch.where(truncated[:, None, None], final_obs, b.final_obs[part])
         b.final_state[part] = torch.where(truncated[:, None], state[part], b.final_state[part])
         begins[part] = terminated | truncated
@@ -1641,7 +1652,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             noise = torch.empty_like(share).exponential_(generator=generator)
             segments.copy_((share / noise).topk(mb_segments).indices)  # drawn without replacement
         index = b.index(segments)
-        mb_advantage, mb_value = advantage.flatten()[index], b.value.flatten()[index]
+        mb_advantage = advantage.flatten()[index]
+        mb_value = b.value.flatten()[index]
         mb_returns = mb_advantage + mb_value
         if args.norm_adv:
             mb_advantage = mb_advantage - across_ranks(mb_advantage.mean())

@@ -1409,6 +1409,18 @@ def test_a_preset_that_does_not_fit_in_memory_says_what_would(monkeypatch, capsy
     Rollout(dataclasses.replace(args, num_steps=64), obs, 0, CPU)
 
 
+@pytest.mark.parametrize("flag, value", [("num_envs", 4000), ("eval_episodes", 50_000)])
+def test_games_that_do_not_fit_in_memory_are_refused_before_training(
+    tmp_path, monkeypatch, capsys, flag, value
+) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 25_600, "SC_PAGE_SIZE": 4096}.get)  # 100 MiB
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"run_dir": str(tmp_path), flag: value}))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and f"--{flag.replace('_', '-')} {value}: would take" in said and "works" in said
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "flags, agents, max_steps, works",
     [
