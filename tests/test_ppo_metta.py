@@ -966,7 +966,7 @@ def test_compiled_learns_what_eager_learns(run) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("flags", [{}, {"vec_env": "subproc", "num_workers": 0, "grad_accumulation": 2}], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"grad_accumulation": 2}], ids=str)
 def test_the_loop_compiles_nothing_that_the_warm_up_has_not(run, monkeypatch, flags) -> None:
     """Also nothing backward, which PyTorch compiles at its first use."""
     counts, write = [], SummaryWriter.add_scalar
