@@ -319,13 +319,16 @@ def check_sizes(args: Args, num_agents: int, max_steps: int) -> None:
         works = f"--num-steps {nearest(num_steps, horizon)}"
         refuse(f"--bptt-horizon {horizon}: must divide --num-steps {num_steps}; {works} works")
     segments = num_steps // horizon * num_agents
-    made = f"the {segments} segments of a rollout ({num_agents} agents, {num_steps // horizon} of each)"
+    made = f"the {segments} segments of a rollout (--num-envs {args.num_envs}: {num_agents} agents, "
+    made += f"{num_steps // horizon} of each)"
     if segments % parts:
         refuse(f"--grad-accumulation {parts}: must divide {made}; 1 works")
     if segments % (args.num_minibatches * parts):
         counts = [n for n in range(1, segments // parts + 1) if segments % (n * parts) == 0]
         closest = min(counts, key=lambda n: abs(n - args.num_minibatches))
-        need = f"must divide {made} into multiples of --grad-accumulation {parts}"
+        need = f"must divide {made}"
+        if parts > 1:
+            need += f" into multiples of --grad-accumulation {parts}"
         refuse(f"--num-minibatches {args.num_minibatches}: {need}; --num-minibatches {closest} works")
 
 
