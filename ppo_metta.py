@@ -1353,7 +1353,9 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     agent = Agent(args, example, device)
     is_main = RANK == 0
     if args.evaluate is not None:
-        return show(agent, args, device) if is_main else {}
+        with interrupts.at_once():
+            return show(agent, args, device) if is_main else {}
+        return {}
     refuse_if_too_large("--num-envs", args.num_envs, game_bytes, device)
     check_sizes(args, agents * args.num_envs, example.max_steps)
 

@@ -1330,6 +1330,13 @@ def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> No
     assert "\033[H" in capsys.readouterr().out
 
 
+def test_control_c_ends_render_at_once(run, monkeypatch, capsys) -> None:
+    _, folder = run()
+    monkeypatch.setattr(time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))
+    assert main(Args(**QUICK | {"evaluate": str(folder), "render": True})) == {}
+    assert capsys.readouterr().out.count("\033[H") == 1
+
+
 def test_the_command_line_takes_over_the_flags_of_a_checkpoint(run, monkeypatch) -> None:
     _, folder = run()
     monkeypatch.setattr(sys, "argv", ["ppo_metta.py", "--resume", str(folder), "--total-timesteps", "4000"])
