@@ -1295,14 +1295,25 @@ def test_a_run_leaves_nothing_behind_in_its_process(run) -> None:
     torch.set_num_threads(threads)
 
 
-def test_it_runs_where_there_is_nothing_of_unix(run, monkeypatch) -> None:
-    for name in ("resource", "fcntl", "pwd", "grp", "termios"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delattr(os, "sysconf")
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.delattr(signal, "pthread_sigmask", raising=False)
-    summary, _ = run()
-    assert summary["peak_memory_gib"] is None and summary["env_steps"] == 384 * 4
+WITHOUT_UNIX = """
+import os, signal, sys
+for name in ("resource", "fcntl", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+for module, name in ((os, "sysconf"), (os, "sched_getaffinity"), (os, "fork"), (signal, "pthread_sigmask")):
+    if hasattr(module, name):
+        delattr(module, name)
+import ppo_metta
+flags = dict(num_envs=2, num_steps=8, num_minibatches=2, bptt_horizon=8, hidden_size=16, video=False, device="cpu")
+summary = ppo_metta.main(ppo_metta.Args(threads=1, total_timesteps=192, eval_episodes=6, **flags))
+assert summary["peak_memory_gib"] is None and summary["env_steps"] == 192
+"""
+
+
+def test_it_runs_where_there_is_nothing_of_unix(tmp_path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WITHOUT_UNIX]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_run_name_that_exists_is_refused(run, capsys) -> None:
@@ -1332,7 +1343,8 @@ def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> No
 
 def test_control_c_ends_render_at_once(run, monkeypatch, capsys) -> None:
     _, folder = run()
-    monkeypatch.setattr(time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))
+    pauses = iter([lambda: signal.raise_signal(signal.SIGINT)])
+    monkeypatch.setattr(time, "sleep", lambda _: next(pauses)())
     assert main(Args(**QUICK | {"evaluate": str(folder), "render": True})) == {}
     assert capsys.readouterr().out.count("\033[H") == 1
 
