@@ -2,32 +2,38 @@
 
     python ppo_metta.py                                        # ten minutes, then an evaluation and a GIF
     python ppo_metta.py --bf16 --cudagraph                     # made for a GPU
-    python ppo_metta.py --env-id mettagrid --vec-env subproc   # the real MettaGrid, in worker processes
+    python ppo_metta.py --env-id mettagrid                     # the real MettaGrid, in worker processes
     torchrun --nproc-per-node 2 ppo_metta.py                   # two learners, one policy
     python ppo_metta.py --evaluate latest --render             # watch the last agents play
 
-To read it: `Tokens` and `Agent` are what learns, `gae` and `ppo_loss` are what it learns, `rollout` in `main` is what
-from, and `update` in `main` is how. The rest is switches and bookkeeping.
+To read it: `Tokens` and `Agent` are what learns, `gae` and `ppo_loss` are what it learns, `act` and `receive` in `run`
+are what from, and `update` in `run` is how. The rest is switches and bookkeeping.
 """
 
+import argparse
+import atexit
 import json
 import math
 import os
-import resource
 import signal
-import subprocess
 import sys
+import threading
 import time
 import timeit
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+# Before PyTorch loads: idle OpenMP threads sleep soon. By default they spin, and with one other busy process on two
+# cores the run then makes a third of its steps (benchmarks.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import torch
@@ -40,11 +46,15 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
-from envs.metta import ACTIONS, FEATURES, MOVES, NOOP, VARIANTS, VIEW, MettaArena, MettaBatch, Rules
+from envs.metta import ACTIONS, FEATURES, MOVES, VARIANTS, VIEW, MettaArena, MettaBatch, Rules
 
 SCRIPT = Path(__file__).stem
-EVAL_SEED = 2**31
-RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+EVAL_SEED = 2**31  # above every --seed
+GIF_FRAMES = 300
+RANK = int(os.environ.get("RANK", 0))  # these three are set by torchrun
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 @dataclass
@@ -63,11 +73,11 @@ class Args:
     run_name: str | None = None
     """folder of this run inside it (None: script, seed and time)"""
     preset: Literal["default", "original", "ultra-fast"] = "default"
-    """values of the flags that are None: ours, or those Metta's demo and its "ultra fast" configuration had"""
+    """defaults of all flags: ours, or those that Metta's demo and its "ultra fast" configuration had"""
 
     # Environment
-    env_id: Literal["MettaArena-v0", "MettaNavigation-v0", "mettagrid"] | None = None
-    """arena of envs/metta.py, or the real MettaGrid (None: by preset, MettaArena-v0 by default)"""
+    env_id: Literal["MettaArena-v0", "MettaNavigation-v0", "mettagrid"] = "MettaArena-v0"
+    """arena or navigation of envs/metta.py, or the real MettaGrid"""
     env_config: str | None = None
     """with --env-id mettagrid: package.module:attribute of a MettaGridConfig (None: mines and altars)"""
     easy: bool = True
@@ -81,16 +91,14 @@ class Args:
     agents: int | None = None
     """agents of an instance (None: as the env-id has it)"""
     num_envs: int | None = None
-    """games played side by side, each of several agents (None: by preset and --env-id)"""
-    action_repeat: int = 1
-    """steps that an action lasts"""
-    vec_env: Literal["device", "subproc"] | None = None
-    """games on the training device, or in worker processes (None: by preset; the real MettaGrid takes workers)"""
+    """games played side by side, each of several agents (None: 128 on CPU, 4096 on CUDA, 32 of the real MettaGrid)"""
+    vec_env: Literal["auto", "device", "subproc"] = "auto"
+    """games on the training device, or in worker processes; auto takes workers for the real MettaGrid only"""
     num_workers: int | None = None
-    """processes of subproc; 0 plays in this one (None: by preset, at most one for each core, on a CPU for every second
-    one, and as many as the games can be dealt out to)"""
-    async_factor: int | None = None
-    """parts of the games in flight: workers play some while the policy looks at another (None: by preset)"""
+    """processes of subproc; 0 plays in this one (None: at most one for each core, on a CPU for every second one, and as
+    many as the games can be dealt out to)"""
+    async_factor: int = 2
+    """parts of the games in flight: workers play some while the policy looks at another"""
 
     # Algorithm
     network: Literal["token-bag", "box-cnn", "token-attention"] = "token-bag"
@@ -99,43 +107,42 @@ class Args:
     """memory of an agent"""
     hidden_size: int = 128
     """width of the layers and of the memory"""
-    learning_rate: float | None = None
-    """Adam's step size (None: by preset)"""
+    learning_rate: float = 3e-3
+    """Adam's step size"""
     anneal_lr: bool = True
     """let the step size fall to nothing over the run, as half a cosine"""
-    batch_size: int | None = None
-    """agent decisions of a rollout, all agents together (None: by preset; one segment of every agent)"""
-    minibatch_size: int | None = None
-    """agent decisions of an update (None: by preset; a sixteenth of a rollout)"""
+    num_steps: int = 32
+    """steps of every agent in a rollout"""
+    num_minibatches: int = 16
+    """parts of a rollout, of whole segments; each is an update"""
     grad_accumulation: int = 1
     """parts of a minibatch that go through the network one after another; the gradient is that of all"""
-    bptt_horizon: int | None = None
-    """steps of a segment, the unit of learning that gradients flow through (None: by preset)"""
+    bptt_horizon: int = 32
+    """steps of a segment, the unit of learning that gradients flow through"""
     update_epochs: int | None = None
-    """times that a rollout is learned from (0: the agents only play; None: by preset and --env-id)"""
-    reward_scale: float | None = None
-    """rewards are learned from times this: Adam's steps leave a noise in the values that small ones drown in (None: by
-    preset)"""
+    """times that a rollout is learned from; 0: the agents only play (None: 2 in the real MettaGrid, else 1)"""
+    reward_scale: float = 10.0
+    """rewards are learned from times this: Adam's steps leave a noise in the values that small ones drown in"""
     gamma: float | None = None
-    """discount (None: by preset and --env-id)"""
-    gae_lambda: float | None = None
-    """how far advantages look ahead (None: by preset)"""
+    """discount (None: 0.97 in the arena, 0.95 in navigation, 0.9 in the real MettaGrid)"""
+    gae_lambda: float = 0.95
+    """how far advantages look ahead"""
     rho_clip: float = 1.0
     """V-trace: most that a policy ratio counts in a TD error"""
     c_clip: float = 1.0
     """V-trace: most that it counts in what follows"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
-    clip_coef: float | None = None
-    """policy ratios are clipped this far from 1 (None: by preset)"""
-    vf_clip_coef: float | None = None
-    """values are clipped this far from what they were (None: by preset)"""
+    clip_coef: float = 0.2
+    """policy ratios are clipped this far from 1"""
+    vf_clip_coef: float = 10.0
+    """values are clipped this far from what they were"""
     ent_coef: float | None = None
-    """weight of the entropy bonus (None: by preset and --env-id)"""
+    """weight of the entropy bonus (None: 0.001 in the real MettaGrid, else 0.005)"""
     end_ent_coef: float | None = None
-    """weight it falls to, linearly, by the end of the run (None: by preset, Metta's let it stay)"""
-    vf_coef: float | None = None
-    """weight of the value loss (None: by preset)"""
+    """weight it falls to, linearly, by the end of the run (None: 0.0001 in the real MettaGrid, else 0.001)"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
     max_grad_norm: float = 0.5
     """gradients are clipped to this norm"""
     target_kl: float | None = None
@@ -159,9 +166,9 @@ class Args:
     cudagraph: bool = False
     """capture acting, stepping, storing and learning as CUDA graphs"""
     sdpa: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
-    """attention kernel to try first (--network token-attention); math is the one with the padding mask written out"""
+    """attention kernel to try first (--network token-attention)"""
     threads: int | None = None
-    """CPU threads (None: all cores that workers leave, 8 at most)"""
+    """CPU threads (None: all cores that workers and other ranks leave, 8 at most)"""
 
     # Input and output
     log_every: float = 5.0
@@ -182,50 +189,86 @@ class Args:
     """write a GIF of a game at the end, or with --evaluate"""
     wandb: bool = False
     """mirror TensorBoard to Weights & Biases (pip install wandb)"""
-    profile: bool = False
-    """write a torch profiler trace of an iteration, and its longest operations, into the run folder"""
 
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-DEMO = dict(env_id="MettaNavigation-v0", vec_env="subproc", learning_rate=3e-4, gamma=0.99, gae_lambda=0.95)
-DEMO |= dict(update_epochs=1, reward_scale=1.0, clip_coef=0.1, vf_clip_coef=0.1, ent_coef=0.01, vf_coef=0.44)
-PRESETS = {  # of flags that are None
-    "default": {
-        "cpu": dict(num_envs=128),
-        "cuda": dict(num_envs=4096),
-        "both": dict(env_id="MettaArena-v0", vec_env="device", num_workers=CORES, async_factor=2, bptt_horizon=32,
-                     update_epochs=1, learning_rate=3e-3, reward_scale=10.0, gamma=0.97, gae_lambda=0.95, clip_coef=0.2,
-                     vf_clip_coef=10.0, ent_coef=0.005, end_ent_coef=0.001, vf_coef=0.5),
-        # An altar is near, where the arena's hearts take several errands; in the real game a mine is at hand as well.
-        "MettaNavigation-v0": dict(gamma=0.95),
-        "mettagrid": dict(num_envs=32, gamma=0.9, ent_coef=0.001, end_ent_coef=0.0001, update_epochs=2),
+COMMAND_LINE_ONLY = {  # never from a checkpoint: they name files or code, or say what to do
+    "run_dir",
+    "run_name",
+    "env_config",
+    "resume",
+    "evaluate",
+    "render",
+    "video",
+    "wandb",
+}
+METTA = Args(
+    env_id="MettaNavigation-v0",
+    vec_env="subproc",
+    update_epochs=1,
+    learning_rate=3e-4,
+    reward_scale=1.0,
+    gamma=0.99,
+    clip_coef=0.1,
+    vf_clip_coef=0.1,
+    ent_coef=0.01,
+    end_ent_coef=0.01,
+    vf_coef=0.44,
+)
+PRESETS = {
+    "default": Args(),
+    "original": replace(
+        METTA,
+        preset="original",
+        num_envs=64,
+        num_workers=1,
+        async_factor=1,
+        num_steps=64,
+        num_minibatches=32,
+        bptt_horizon=64,
+    ),
+    "ultra-fast": replace(
+        METTA,
+        preset="ultra-fast",
+        num_envs=512,
+        async_factor=8,
+        num_steps=128,
+        num_minibatches=8,
+    ),
+}
+GAME_DEFAULTS = {  # of flags that are None
+    "MettaArena-v0": {"gamma": 0.97},
+    # An altar is near, where the arena's hearts take several errands; in the real game a mine is at hand as well.
+    "MettaNavigation-v0": {"gamma": 0.95},
+    "mettagrid": {
+        "num_envs": 32,
+        "update_epochs": 2,
+        "gamma": 0.9,
+        "ent_coef": 0.001,
+        "end_ent_coef": 0.0001,
     },
-    "original": {"both": DEMO | dict(num_envs=64, batch_size=16_384, minibatch_size=512, bptt_horizon=64,
-                                     num_workers=1, async_factor=1)},
-    "ultra-fast": {"both": DEMO | dict(num_envs=512, batch_size=262_144, minibatch_size=32_768, bptt_horizon=32,
-                                       num_workers=16, async_factor=8)},
-}  # fmt: skip
+}
 
 
 def resolve(args: Args, device: torch.device) -> Args:
     """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
-    preset = PRESETS[args.preset]
-    defaults = preset["both"] | preset.get(device.type, {}) | preset.get(args.env_id, {})
-    if args.env_id == "mettagrid":
-        defaults["vec_env"] = "subproc"
+    defaults = {"num_envs": 128, "update_epochs": 1, "ent_coef": 0.005, "end_ent_coef": 0.001}
+    if device.type == "cuda":
+        defaults["num_envs"] = 4096
+    defaults |= GAME_DEFAULTS[args.env_id]
     if args.total_timesteps is None:
         defaults["max_seconds"] = 600.0
-    most_workers = min(defaults.pop("num_workers"), max(CORES // 2, 1) if device.type == "cpu" else CORES)
     args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
-    if args.end_ent_coef is None:
-        args = replace(args, end_ent_coef=args.ent_coef)
+    if args.vec_env == "auto":
+        args = replace(args, vec_env="subproc" if args.env_id == "mettagrid" else "device")
 
     shares = {"gamma", "gae_lambda", "prio_beta0"}
     may_be_0 = shares | {"seed", "num_workers", "update_epochs", "ent_coef", "end_ent_coef", "prio_alpha"}
     may_be_0 |= {"eval_every", "checkpoint_every"}
+    limits = dict.fromkeys(shares, 1) | {"seed": EVAL_SEED - 1, "threads": 256, "num_workers": 1024}
+    limits["eval_episodes"] = 100_000
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            highest = 1 if name in shares else sys.maxsize
+            highest = limits.get(name, sys.maxsize)
             if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
                 lowest = "0 or more" if name in may_be_0 else "above 0"
                 refuse(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
@@ -233,51 +276,60 @@ def resolve(args: Args, device: torch.device) -> Args:
         refuse("--bf16 --fp16: choose one of them")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         refuse(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
-    if args.network == "token-attention" and args.hidden_size % TokenAttention.HEADS:
-        refuse(f"--hidden-size {args.hidden_size}: attention needs a multiple of {TokenAttention.HEADS}")
-    if args.render and (not args.evaluate or args.env_id == "mettagrid"):
+    if args.network == "token-attention" and args.hidden_size % AttentionLayer.HEADS:
+        refuse(f"--hidden-size {args.hidden_size}: attention needs a multiple of {AttentionLayer.HEADS}")
+    if args.render and (args.evaluate is None or args.env_id == "mettagrid"):
         refuse("--render: shows trained agents in the embedded arena, so it needs --evaluate PATH of such a run")
+    if args.resume is not None and args.evaluate is not None:
+        refuse("--resume --evaluate: choose one of them")
     if args.vec_env == "device" and args.env_id == "mettagrid":
         refuse("--vec-env device: the real MettaGrid plays on the CPU; subproc works, with --num-workers 0 too")
-    if args.env_config and args.env_id != "mettagrid":
+    if args.env_config is not None and args.env_id != "mettagrid":
         refuse(f"--env-config {args.env_config}: is of --env-id mettagrid, not {args.env_id}")
+    rules_of(args)
+
+    cores = max(CORES // LOCAL_RANKS, 1)
     if args.num_workers is None:  # as many as the games can be dealt out to evenly, whatever number of cores there is
-        counts = range(most_workers, 0, -1)
-        most_workers = next((n for n in counts if args.num_envs % (n * args.async_factor) == 0), 1)
-        args = replace(args, num_workers=most_workers)
+        most = max(cores // 2, 1) if device.type == "cpu" else cores
+        counts = range(min(most, args.num_envs), 0, -1)
+        workers = next((n for n in counts if args.num_envs % (n * args.async_factor) == 0), 1)
+        args = replace(args, num_workers=workers)
     if args.threads is None:  # all threads wait for one whose core a worker has
         busy = args.num_workers if args.vec_env == "subproc" else 0
-        args = replace(args, threads=min(max(CORES - busy, 1), 8))
-    if args.vec_env == "subproc" and args.num_workers:
+        args = replace(args, threads=min(max(cores - busy, 1), 8))
+    parts = args.num_workers * args.async_factor
+    if args.vec_env == "subproc" and parts:
         if args.num_workers > args.num_envs:
             refuse(f"--num-workers {args.num_workers}: more than games; at most --num-envs {args.num_envs} works")
-        if args.num_envs % (args.num_workers * args.async_factor):
-            parts = args.num_workers * args.async_factor
-            refuse(f"--num-envs {args.num_envs}: --num-workers x --async-factor is {parts}; "
-                   f"{nearest(args.num_envs, parts)} works")  # fmt: skip
-    rules_of(args)
+        if args.num_envs % parts:
+            works = f"--num-envs {nearest(args.num_envs, parts)} or --async-factor 1 --num-workers 1 works"
+            refuse(f"--num-envs {args.num_envs}: --num-workers x --async-factor, {parts}, must divide it; {works}")
     return args
 
 
-def with_sizes(args: Args, num_agents: int, max_steps: int) -> Args:
-    """`args` with batch sizes, for which the games have to be known. Sizes that do not divide are refused."""
-    segment = num_agents * args.bptt_horizon
-    batch_size = args.batch_size or segment
-    if batch_size % segment:
-        product = f"agents x --bptt-horizon, {num_agents} x {args.bptt_horizon}"
-        refuse(f"--batch-size {batch_size}: must be a multiple of {product}; {nearest(batch_size, segment)} works")
-    if batch_size // num_agents * args.action_repeat > max_steps:
-        most = max_steps // args.action_repeat // args.bptt_horizon * segment
-        refuse(f"--batch-size {batch_size}: a rollout would be longer than an episode; at most {most} works")
-    segments, parts = batch_size // args.bptt_horizon, args.grad_accumulation
-    sizes = [n * args.bptt_horizon for n in range(parts, segments + 1, parts) if segments % n == 0]
-    closest = min(sizes, key=lambda size: abs(size - (args.minibatch_size or batch_size // 16)), default=None)
-    minibatch_size = args.minibatch_size or closest
-    if minibatch_size not in sizes:
-        works = f"{closest} works" if closest else "another --grad-accumulation or --batch-size might"
-        need = f"must divide --batch-size {batch_size} and hold {parts} or a multiple of it segments of "
-        refuse(f"--minibatch-size {minibatch_size}: {need}{args.bptt_horizon}; {works}")
-    return replace(args, batch_size=batch_size, minibatch_size=minibatch_size)
+def check_sizes(args: Args, num_agents: int, max_steps: int) -> None:
+    """Refuse sizes that do not divide, now that the games are known: `num_agents` in all, episodes of `max_steps`."""
+    num_steps, horizon, parts = args.num_steps, args.bptt_horizon, args.grad_accumulation
+    if num_steps > max_steps:
+        works = f"--num-steps {max_steps // horizon * horizon}"
+        if horizon > max_steps:
+            works = f"--num-steps {max_steps} --bptt-horizon {max_steps}"
+        refuse(f"--num-steps {num_steps}: a rollout would be longer than an episode, {max_steps}; {works} works")
+    if num_steps % horizon:
+        works = f"--num-steps {nearest(num_steps, horizon)}"
+        refuse(f"--bptt-horizon {horizon}: must divide --num-steps {num_steps}; {works} works")
+    segments = num_steps // horizon * num_agents
+    made = f"the {segments} segments of a rollout (--num-envs {args.num_envs}: {num_agents} agents, "
+    made += f"{num_steps // horizon} of each)"
+    if segments % parts:
+        refuse(f"--grad-accumulation {parts}: must divide {made}; 1 works")
+    if segments % (args.num_minibatches * parts):
+        counts = [n for n in range(1, segments // parts + 1) if segments % (n * parts) == 0]
+        closest = min(counts, key=lambda n: abs(n - args.num_minibatches))
+        need = f"must divide {made}"
+        if parts > 1:
+            need += f" into multiples of --grad-accumulation {parts}"
+        refuse(f"--num-minibatches {args.num_minibatches}: {need}; --num-minibatches {closest} works")
 
 
 def nearest(number: int, unit: int) -> int:
@@ -298,58 +350,53 @@ def rules_of(args: Args) -> dict[str, Any]:
 
 
 class Games:
-    """Games of one process: those of the arena on `device`, or real ones on the CPU. Agents are lanes.
-
-    An action lasts `action_repeat` steps; an agent whose episode ends meanwhile does nothing for the rest of them.
-    """
+    """Games of one process: those of the arena on `device`, or real ones on the CPU. Agents are lanes."""
 
     def __init__(self, args: Args, num_games: int, device: torch.device, seed: int, evaluation: bool = False) -> None:
-        self.repeat, self.groups, first = args.action_repeat, 1, not evaluation
+        self.groups = 1
+        random_first_length = not evaluation
         if args.env_id == "mettagrid":
+            flag = "--env-id mettagrid" if args.env_config is None else f"--env-config {args.env_config}"
             try:
                 from envs.real_mettagrid import RealMettaGrid
 
-                self.games = RealMettaGrid(num_games, args.env_config, seed, random_first_length=first)
-            except (ImportError, ValueError) as error:
-                refuse(f"--env-id mettagrid: {str(error).splitlines()[0]}")
-            self.finished, self.length = torch.zeros(4), torch.zeros(self.games.num_agents)
+                self.games = RealMettaGrid(num_games, args.env_config, seed, random_first_length)
+            except Exception as error:  # a configuration is a user's own code: anything may happen in it
+                if is_out_of_memory(error):
+                    raise
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                refuse(f"{flag}: {reason}")
+            self.max_steps = self.games.config.game.max_steps
+            if not self.max_steps:
+                refuse(f"{flag}: has no step limit, so evaluations would not end; one with game.max_steps works")
+            self.finished = torch.zeros(4)
+            self.length = torch.zeros(self.games.num_agents)
             self.features = {id: name for id, (name, _) in self.games.features.items()}
             self.num_actions, self.window = self.games.num_actions, self.games.window
-            names = self.games.action_names
-            self.noop = names.index("noop") if "noop" in names else 0
-            self.max_steps = self.games.config.game.max_steps or sys.maxsize
-            self.step_once = self.step_real
+            self.cells = 0
+            self.step = self.step_real
             self.obs = torch.from_numpy(self.games.obs)
         else:
-            self.games = MettaBatch(num_games, device, seed, **rules_of(args), random_first_length=first)
+            rules = rules_of(args)
+            self.games = MettaBatch(num_games, device, seed, **rules, random_first_length=random_first_length)
+            self.max_steps = self.games.rules.max_steps
             self.finished, self.features = self.games.finished, dict(enumerate(FEATURES))
-            self.num_actions, self.window, self.noop = len(ACTIONS), (2 * VIEW + 1, 2 * VIEW + 1), NOOP
-            self.max_steps, self.step_once = self.games.rules.max_steps, self.games.step
+            self.num_actions, self.window = len(ACTIONS), (2 * VIEW + 1, 2 * VIEW + 1)
+            self.cells = self.games.cells
+            self.step = self.games.step
             self.obs = self.games.reset()
 
     def step_real(self, action: torch.Tensor):
         """The real games with tensors around; a heart is a reward of 1 there."""
-        obs, reward, terminated, truncated, info = map_tensors(self.games.step(action.numpy()))
+        *arrays, info = self.games.step(action.numpy())
+        obs, reward, terminated, truncated = map(torch.from_numpy, arrays)
+        info = {name: torch.from_numpy(array) for name, array in info.items()}
         self.length += 1
         done = terminated | truncated
         sums = [done, info["return"] * done, self.length * done, info["return"] * done]
         self.finished += torch.stack(sums).sum(1)
         self.length *= ~done
         return obs, reward, terminated, truncated, info | {"hearts": info["return"]}
-
-    def step(self, action: torch.Tensor):
-        obs, reward, terminated, truncated, info = self.step_once(action)
-        if self.repeat > 1:
-            final_obs, hearts = info["final_obs"].clone(), info["hearts"]
-            for _ in range(self.repeat - 1):
-                over = terminated | truncated
-                obs, more, ends, cut, info = self.step_once(action.masked_fill(over, self.noop))
-                reward = reward + more * ~over
-                terminated, truncated = terminated | (ends & ~over), truncated | (cut & ~over)
-                final_obs = torch.where(over[:, None, None], final_obs, info["final_obs"])
-                hearts = torch.where(over, hearts, info["hearts"])
-            info = info | {"final_obs": final_obs, "hearts": hearts}
-        return obs, reward, terminated, truncated, info
 
     def send(self, group: int, action: torch.Tensor) -> None:
         obs, reward, terminated, truncated, info = self.step(action.to(self.obs.device))
@@ -369,12 +416,6 @@ class Games:
         pass
 
 
-def map_tensors(result: tuple) -> tuple:
-    """NumPy arrays as tensors that share their memory."""
-    *arrays, info = result
-    return *map(torch.from_numpy, arrays), {name: torch.from_numpy(array) for name, array in info.items()}
-
-
 class WorkerLost(RuntimeError):
     """A worker has died or does not answer."""
 
@@ -388,7 +429,7 @@ class Workers:
 
     PATIENCE = 10.0  # seconds
 
-    def __init__(self, args: Args, example: Games, seed: int, device: torch.device) -> None:
+    def __init__(self, args: Args, example: Games, device: torch.device, starts: int) -> None:
         self.groups, workers = args.async_factor, args.num_workers
         games = args.num_envs // (workers * self.groups)
         agents, *tokens = example.obs.shape  # of one game
@@ -402,33 +443,45 @@ class Workers:
 
         obs, final_obs = shared(torch.uint8, *tokens), shared(torch.uint8, *tokens)
         self.results = obs, shared(torch.float32), shared(torch.bool), shared(torch.bool), final_obs
-        self.action, self.finished = shared(torch.int64), torch.zeros(self.groups, workers, 4).share_memory_()
+        self.action = shared(torch.int64)
+        self.finished = torch.zeros(self.groups, workers, 4).share_memory_()
         context = mp.get_context("spawn")  # a fork would inherit threads, and CUDA, in no usable state
         self.pipes, self.processes = [], []
+        atexit.register(self.close)  # before multiprocessing would wait for them, whatever ends the program
+        # Ctrl-C and SIGTERM reach all processes of a job, and the trainer decides: workers ignore them from birth.
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         for worker in range(workers):
-            pipe, theirs = context.Pipe()
-            mine = [tensor[:, worker] for tensor in (*self.results, self.action, self.finished)]
-            seeds = [seed + worker * self.groups + group for group in range(self.groups)]
-            process = context.Process(target=work, args=(args, games, seeds, theirs, mine), daemon=True)
+            pipe, child_pipe = context.Pipe()
+            memory = [tensor[:, worker] for tensor in (*self.results, self.action, self.finished)]
+            seeds = [games_seed(args.seed, starts, worker, group) for group in range(self.groups)]
+            process = context.Process(target=work, args=(args, games, seeds, child_pipe, memory), daemon=True)
             process.start()
-            theirs.close()
+            child_pipe.close()
             self.pipes.append(pipe)
             self.processes.append(process)
-        for _ in range(self.groups):
-            self.wait(120)  # a worker imports PyTorch first
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        try:
+            for _ in range(self.groups):
+                self.wait(120)  # a worker imports PyTorch first
+        except BaseException:
+            self.close()
+            raise
         self.obs = obs.flatten(0, 2)
 
     def wait(self, patience: float) -> None:
         deadline = time.monotonic() + patience
         for number, (pipe, process) in enumerate(zip(self.pipes, self.processes)):
+            name = f"worker {number} (process {process.pid})"
             try:
                 if not pipe.poll(max(deadline - time.monotonic(), 0)):
-                    raise WorkerLost(f"worker {number} (process {process.pid}) has not answered for {patience:g} s")
-                pipe.recv()
+                    raise WorkerLost(f"{name} has not answered for {patience:g} s")
+                answer = pipe.recv()
             except (EOFError, ConnectionError):
                 process.join(1)
-                code = process.exitcode
-                raise WorkerLost(f"worker {number} (process {process.pid}) died with exit code {code}") from None
+                raise WorkerLost(f"{name} died with exit code {process.exitcode}") from None
+            if isinstance(answer, str):
+                raise WorkerLost(f"{name} failed: {answer}")
 
     def send(self, group: int, action: torch.Tensor) -> None:
         self.action[group].view(-1).copy_(action)
@@ -446,21 +499,23 @@ class Workers:
         return sums
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         for process in self.processes:
             process.kill()
             process.join()
 
 
 def work(args: Args, num_games: int, seeds: list[int], pipe: Any, shared: list[torch.Tensor]) -> None:
-    """Body of a worker: a `Games` for each group."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the trainer decides
+    """Body of a worker: a `Games` for each group. It ends when the trainer is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     *results, action, finished = shared
-    groups = [Games(args, num_games, torch.device("cpu"), seed) for seed in seeds]
-    for group, games in enumerate(groups):
-        results[0][group] = games.obs
-        pipe.send(group)
-    with suppress(EOFError, ConnectionError):  # the trainer is gone
+    try:
+        groups = [Games(args, num_games, torch.device("cpu"), seed) for seed in seeds]
+        for group, games in enumerate(groups):
+            results[0][group] = games.obs
+            pipe.send(group)
         while True:
             group = pipe.recv()
             obs, reward, terminated, truncated, info = groups[group].step(action[group])
@@ -468,14 +523,31 @@ def work(args: Args, num_games: int, seeds: list[int], pipe: Any, shared: list[t
                 shared[group] = result
             finished[group] += groups[group].read_finished()
             pipe.send(group)
+    except (EOFError, ConnectionError):  # the trainer is gone
+        pass
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        with suppress(OSError):
+            pipe.send(f"{type(error).__name__} {reason}")
 
 
-def make_envs(args: Args, device: torch.device, example: Games) -> Games | Workers:
+def games_seed(seed: int, starts: int, worker: int = 0, group: int = 0) -> int:
+    """Seed of the games of this rank, or of one group of a worker, after so many starts of the run.
+
+    None plays the games of another, nor its own again after a resume. Games of a lone process begin with --seed.
+    """
+    stream = [RANK, starts, worker, group]
+    if not any(stream):
+        return seed
+    return int(np.random.SeedSequence([seed, *stream]).generate_state(1)[0]) % EVAL_SEED
+
+
+def make_envs(args: Args, device: torch.device, example: Games, starts: int) -> Games | Workers:
     """`num_envs` games as the flags want them; every rank of a torchrun plays games of its own."""
-    seed = args.seed + 1_000_003 * RANK
     if args.vec_env == "subproc" and args.num_workers:
-        return Workers(args, example, seed, device)
-    return Games(args, args.num_envs, device if args.vec_env == "device" else torch.device("cpu"), seed)
+        return Workers(args, example, device, starts)
+    where = device if args.vec_env == "device" else torch.device("cpu")
+    return Games(args, args.num_envs, where, games_seed(args.seed, starts))
 
 
 # ---------------------------------------------------------------------------------------------------- networks
@@ -610,61 +682,74 @@ class BoxCNN(nn.Module):
         return F.relu(self.hidden(torch.cat([planes, box[:, :, -2:].flatten(1)], 1)))
 
 
-class TokenAttention(nn.Module):
-    """A token is what it says plus where it lies; a pre-norm transformer layer between them, then one query reads."""
+FLASH, EFFICIENT, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
+SDPA = {  # kernels to try, in this order
+    "auto": [FLASH, EFFICIENT, CUDNN],
+    "flash": [FLASH],
+    "efficient": [EFFICIENT],
+    "cudnn": [CUDNN],
+    "math": [],
+}
+
+
+class AttentionLayer(nn.Module):
+    """Pre-norm transformer layer: `asking` (B, some, width) look at x (B, tokens, width) where `there` (B, tokens)."""
 
     HEADS = 4
 
-    def __init__(self, see: Tokens, width: int, sdpa: list[SDPBackend], device: torch.device) -> None:
+    def __init__(self, width: int, sdpa: str, device: torch.device) -> None:
         super().__init__()
-        self.see, self.sdpa = see, sdpa
-        self.what, self.where = (nn.Embedding(number, width, device=device) for number in (see.channels, see.cells))
+        self.backends = [*SDPA[sdpa], SDPBackend.MATH]  # the last always runs
+        self.norm1 = nn.LayerNorm(width, device=device)
+        self.q = nn.Linear(width, width, device=device)
+        self.kv = nn.Linear(width, 2 * width, device=device)
+        self.out = nn.Linear(width, width, device=device)
+        self.norm2 = nn.LayerNorm(width, device=device)
+        self.up = nn.Linear(width, 2 * width, device=device)
+        self.down = nn.Linear(2 * width, width, device=device)
+
+    def kernel(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Name of the kernel that PyTorch picks here."""
+        q = torch.empty(1, self.HEADS, 16, 16, dtype=dtype, device=device)
+        there = torch.ones(1, 1, 1, 16, dtype=torch.bool, device=device)
+        with sdpa_kernel(self.backends, set_priority=True):
+            return SDPBackend(torch._fused_sdp_choice(q, q, q, attn_mask=there)).name.lower()
+
+    def forward(self, x: torch.Tensor, asking: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+        q = self.q(self.norm1(asking)).unflatten(2, (self.HEADS, -1)).transpose(1, 2)
+        k, v = self.kv(self.norm1(x)).unflatten(2, (2, self.HEADS, -1)).permute(2, 0, 3, 1, 4)
+        with sdpa_kernel(self.backends, set_priority=True):
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=there[:, None, None]
+            )  # (B, heads, asking, tokens)
+        asking = asking + self.out(mixed.transpose(1, 2).flatten(2))
+        return asking + self.down(F.relu(self.up(self.norm2(asking))))
+
+
+class TokenAttention(nn.Module):
+    """A token is what it says plus where it lies; a transformer layer between all of them, then one query reads."""
+
+    def __init__(self, see: Tokens, width: int, sdpa: str, device: torch.device) -> None:
+        super().__init__()
+        self.see = see
+        self.what = nn.Embedding(see.channels, width, device=device)
+        self.where = nn.Embedding(see.cells, width, device=device)
         self.query = nn.Parameter(torch.randn(width, device=device))
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({
-                "norm": nn.LayerNorm(width, device=device), "q": nn.Linear(width, width, device=device),
-                "kv": nn.Linear(width, 2 * width, device=device), "out": nn.Linear(width, width, device=device),
-                "mlp": nn.Sequential(nn.LayerNorm(width, device=device), nn.Linear(width, 2 * width, device=device),
-                                     nn.ReLU(), nn.Linear(2 * width, width, device=device)),
-            }) for _ in range(2)
-        )  # fmt: skip
+        self.layer1 = AttentionLayer(width, sdpa, device)
+        self.layer2 = AttentionLayer(width, sdpa, device)
         self.norm = nn.LayerNorm(width, device=device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if tokens.device.type == "cpu":  # as many as any agent has: they stand in front
             tokens = tokens[:, : int((tokens[:, :, 0] < 255).sum(1).max())]
         channel, cell, weight = self.see(self.see.face(tokens))
-        there = tokens[:, None, None, :, 0] < 255  # (B, heads, asking, tokens)
+        there = tokens[:, :, 0] < 255
         x = self.what(channel) * weight[..., None] + self.where(cell)
-        x = self.attend(self.layers[0], x, x, there)
-        return self.norm(self.attend(self.layers[1], x, self.query.expand(len(x), 1, -1), there)).squeeze(1)
-
-    def attend(self, layer: nn.ModuleDict, x: torch.Tensor, asking: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-        q = layer["q"](layer["norm"](asking)).unflatten(2, (self.HEADS, -1)).transpose(1, 2)
-        k, v = layer["kv"](layer["norm"](x)).unflatten(2, (2, self.HEADS, -1)).permute(2, 0, 3, 1, 4)
-        if self.sdpa == [SDPBackend.MATH]:  # what the kernels compute, written out
-            mixed = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~there, -math.inf).softmax(-1) @ v
-        else:
-            with sdpa_kernel(self.sdpa):
-                mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=there)
-        asking = asking + layer["out"](mixed.transpose(1, 2).flatten(2))
-        return asking + layer["mlp"](asking)
+        x = self.layer1(x, x, there)
+        return self.norm(self.layer2(x, self.query.expand(len(x), 1, -1), there)).squeeze(1)
 
 
-def pick_sdpa(wanted: str, dtype: torch.dtype, device: torch.device, dropout: float = 0.0) -> list[SDPBackend]:
-    """The attention kernel asked for where it runs, else the first that does. Says which."""
-    names = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
-    q = torch.zeros(1, 1, 16, 16, dtype=dtype, device=device)
-    for name in sorted(names, key=lambda name: name != wanted):
-        backend = getattr(SDPBackend, names[name])
-        try:
-            with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):
-                F.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
-        except RuntimeError:
-            continue
-        asked = "" if wanted in ("auto", name) else f"--sdpa {wanted}: does not run in {dtype} on {device.type}; "
-        print(f"{asked}attention runs {'as written out' if name == 'math' else f'in the {name} kernel'}")
-        return [backend]
+SHAPES = "--env-id, --env-config, --network, --rnn, --hidden-size"  # what the shapes of its weights follow from
 
 
 class Agent(nn.Module):
@@ -674,14 +759,15 @@ class Agent(nn.Module):
     -> logits (T, B, actions) and value (T, B), both fp32, and state (B, state_size) after them.
     """
 
-    def __init__(self, args: Args, games: Games, sdpa: list[SDPBackend] | None, device: torch.device) -> None:
+    def __init__(self, args: Args, games: Games, device: torch.device) -> None:
         super().__init__()
         see, width = Tokens(games.features, games.window, device), args.hidden_size
-        self.encoder = (
-            TokenBag(see, width, device) if args.network == "token-bag"
-            else BoxCNN(see, games.window, width, device) if args.network == "box-cnn"
-            else TokenAttention(see, width, sdpa, device)
-        )  # fmt: skip
+        if args.network == "token-bag":
+            self.encoder = TokenBag(see, width, device)
+        elif args.network == "box-cnn":
+            self.encoder = BoxCNN(see, games.window, width, device)
+        else:
+            self.encoder = TokenAttention(see, width, args.sdpa, device)
         kinds = {"lstm": nn.LSTM, "gru": nn.GRU}
         self.rnn = kinds[args.rnn](width, width, device=device) if args.rnn in kinds else None
         self.state_size = width * {"lstm": 2, "gru": 1, "none": 0}[args.rnn]
@@ -696,23 +782,27 @@ class Agent(nn.Module):
     def forward(self, tokens: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x = self.encoder(tokens.flatten(0, 1)).unflatten(0, tokens.shape[:2])
         if self.rnn is not None:
-            # The layer takes many steps in one call, but not over a reset. A CPU looks for those, which more than
-            # halves the time; asking a GPU would be a sync, so there it is one step a call.
-            cuts = range(1, len(x)) if x.is_cuda else (reset[1:].any(1).nonzero().flatten() + 1).tolist()
-            parts = []
-            for start, end in pairwise([0, *cuts, len(x)]):
-                state = (state * ~reset[start, :, None])[None]
-                if isinstance(self.rnn, nn.LSTM):
-                    hidden, cell = state.chunk(2, 2)
-                    part, state = self.rnn(x[start:end], (hidden.contiguous(), cell.contiguous()))
-                    state = torch.cat(state, 2)
-                else:
-                    part, state = self.rnn(x[start:end], state)
-                state = state[0]
-                parts.append(part)
-            x = torch.cat(parts)
+            x, state = self.remember(x, state, reset)
         *logits, value = self.heads(x).float().split([self.heads.out_features - 1, 1], 2)
         return logits[0], value.squeeze(2), state.float()
+
+    @torch.compiler.disable  # it would compile again for each pattern of resets
+    def remember(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # The layer takes many steps in one call, but not over a reset. A CPU looks for those, which more than halves
+        # the time; asking a GPU would be a sync, so there it is one step a call.
+        cuts = range(1, len(x)) if x.is_cuda else (reset[1:].any(1).nonzero().flatten() + 1).tolist()
+        parts = []
+        for start, end in pairwise([0, *cuts, len(x)]):
+            state = (state * ~reset[start, :, None])[None]
+            if isinstance(self.rnn, nn.LSTM):
+                hidden, cell = state.chunk(2, 2)
+                part, state = self.rnn(x[start:end], (hidden.contiguous(), cell.contiguous()))
+                state = torch.cat(state, 2)
+            else:
+                part, state = self.rnn(x[start:end], state)
+            state = state[0]
+            parts.append(part)
+        return torch.cat(parts), state
 
 
 # ------------------------------------------------------------------------------------------------ the algorithm
@@ -730,12 +820,13 @@ def gae(
     is 0 if it terminated, and `final_value` (N,), of the observation it ended with, if it was truncated; that happens
     at most once to a lane of a rollout. `next_value` (N,) is of what follows the rollout.
     """
-    following = torch.where(truncated, final_value, torch.cat([value[1:], next_value[None]])) * ~terminated
-    delta = ratio.clamp(max=rho_clip) * (reward + gamma * following - value)
-    decay = gamma * gae_lambda * ratio.clamp(max=c_clip) * ~(terminated | truncated)
-    advantage, after = torch.empty_like(delta), torch.zeros_like(next_value)
+    next_values = torch.where(truncated, final_value, torch.cat([value[1:], next_value[None]])) * ~terminated
+    delta = ratio.clamp(max=rho_clip) * (reward + gamma * next_values - value)
+    discount = gamma * gae_lambda * ratio.clamp(max=c_clip) * ~(terminated | truncated)
+    advantage = torch.empty_like(delta)
+    lastgaelam = torch.zeros_like(next_value)
     for t in range(len(delta) - 1, -1, -1):
-        after = advantage[t] = delta[t] + decay[t] * after
+        lastgaelam = advantage[t] = delta[t] + discount[t] * lastgaelam
     return advantage
 
 
@@ -755,7 +846,8 @@ def ppo_loss(
     clipped = old_value + (value - old_value).clamp(-vf_clip_coef, vf_clip_coef)
     v_loss = 0.5 * torch.max((value - returns) ** 2, (clipped - returns) ** 2).mean()
     loss = pg_loss - ent_coef * entropy.mean() + vf_coef * v_loss
-    approx_kl, clipfrac = (ratio - 1 - logratio).mean(), ((ratio - 1).abs() > clip_coef).float().mean()
+    approx_kl = (ratio - 1 - logratio).mean()
+    clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
     return loss, torch.stack([pg_loss, v_loss, entropy.mean(), approx_kl, clipfrac]).detach()
 
 
@@ -765,10 +857,19 @@ def sample(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return (logits - noise.log()).argmax(1)
 
 
+class RankLost(RuntimeError):
+    """Another rank of a torchrun is gone."""
+
+
 def across_ranks(tensor: torch.Tensor, op: str = "AVG") -> torch.Tensor:
     """Mean (or MAX, SUM) of `tensor` over all ranks of a torchrun, in place; without one it costs nothing."""
     if RANKS > 1:
-        dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "AVG" else getattr(dist.ReduceOp, op))
+        try:
+            dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "AVG" else getattr(dist.ReduceOp, op))
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise RankLost(f"rank {RANK} has lost another one ({str(error).strip().splitlines()[0][:120]})") from None
         if op == "AVG":
             tensor /= RANKS
     return tensor
@@ -778,20 +879,25 @@ class Rollout:
     """What `num_steps` steps of N lanes showed, time first, and the memory that each segment began with."""
 
     def __init__(self, args: Args, obs: torch.Tensor, state_size: int, device: torch.device) -> None:
-        lanes = len(obs)
-        steps, self.bptt = args.batch_size // lanes, args.bptt_horizon
-        each, fixed, segment = obs[0].numel() + 40, 8 * obs.numel(), lanes * args.bptt_horizon
-        refuse_if_too_large("--batch-size", args.batch_size, each, device, fixed, segment)
+        lanes, steps, self.bptt = len(obs), args.num_steps, args.bptt_horizon
+        step_bytes = obs.numel() + (40 + 4 * state_size // self.bptt) * lanes
+        refuse_if_too_large("--num-steps", steps, step_bytes, device, 8 * obs.numel(), self.bptt)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.obs = zeros(steps, *obs.shape, dtype=torch.uint8)
         self.action = zeros(steps, lanes, dtype=torch.int64)
-        self.logprob, self.reward, self.value, self.ratio = (zeros(steps, lanes) for _ in range(4))
-        self.terminated, self.truncated, self.reset = (zeros(steps, lanes, dtype=torch.bool) for _ in range(3))
+        self.logprob = zeros(steps, lanes)
+        self.reward = zeros(steps, lanes)
+        self.value = zeros(steps, lanes)
+        self.ratio = zeros(steps, lanes)
+        self.terminated = zeros(steps, lanes, dtype=torch.bool)
+        self.truncated = zeros(steps, lanes, dtype=torch.bool)
+        self.reset = zeros(steps, lanes, dtype=torch.bool)
         self.state = zeros(steps // self.bptt, lanes, state_size)
-        self.final_obs, self.final_state = torch.zeros_like(obs, device=device), zeros(lanes, state_size)
+        self.final_obs = torch.zeros_like(obs, device=device)
+        self.final_state = zeros(lanes, state_size)
 
     def index(self, segments: torch.Tensor) -> torch.Tensor:
         """(bptt, B): where the steps of `segments` (B,) are, time and lanes flattened."""
@@ -811,13 +917,14 @@ def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> d
     lanes = len(obs)
     state = torch.zeros(lanes, agent.state_size, device=device)
     playing = torch.ones(lanes, dtype=torch.bool, device=device)
-    never, hearts = torch.zeros(1, lanes, dtype=torch.bool, device=device), torch.zeros(lanes, device=device)
+    never = torch.zeros(1, lanes, dtype=torch.bool, device=device)
+    hearts = torch.zeros(lanes, device=device)
     while playing.any():  # sync: evaluation is not on the clock
         logits, _, state = agent(obs.to(device)[None], state, never)
         obs, _, terminated, truncated, info = games.step(sample(logits[0], generator).to(obs.device))
         ends = (terminated | truncated).to(device) & playing
-        hearts, playing = torch.where(ends, info["hearts"].to(device).float(), hearts), playing & ~ends
-        state = state * playing[:, None]
+        hearts = torch.where(ends, info["hearts"].to(device).float(), hearts)
+        playing = playing & ~ends
     return {
         "eval_score_mean": hearts.mean().item(),
         "eval_score_median": hearts.median().item(),
@@ -840,32 +947,33 @@ def play(agent: Agent, args: Args, device: torch.device, render_mode: str) -> It
         observations = arena.step(dict(zip(arena.agents, sample(logits[0], generator).tolist())))[0]
 
 
-def write_gif(agent: Agent, args: Args, device: torch.device, folder: Path) -> Path | str:
+def write_gif(agent: Agent, args: Args, device: torch.device, folder: Path) -> None:
     if args.env_id == "mettagrid":
-        return "--video: the real MettaGrid is not drawn here; no GIF was written"
-    folder.mkdir(exist_ok=True)
-    frames = (frame for _, frame in zip(range(300), play(agent, args, device, "rgb_array")))
-    first, *others = (Image.fromarray(frame) for frame in frames)
-    first.save(folder / "metta.gif", save_all=True, append_images=others, duration=80, loop=0)
-    return folder / "metta.gif"
+        return say("--video: the real MettaGrid is not drawn here; no GIF was written")
+    frames = (Image.fromarray(frame) for frame in play(agent, args, device, "rgb_array"))
+    more = islice(frames, GIF_FRAMES - 1)
+    try:
+        folder.mkdir(exist_ok=True)
+        next(frames).save(folder / "metta.gif", save_all=True, append_images=more, duration=80, loop=0)
+        say(str(folder / "metta.gif"))
+    except OSError as error:
+        say(f"--video: {folder} cannot be written ({error})")
 
 
 def show(agent: Agent, args: Args, device: torch.device) -> dict[str, float]:
     """--evaluate: one game in the terminal (--render), or the hearts of many agents and a GIF (--video)."""
     path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
-    try:
-        agent.load_state_dict(saved["agent"])
-    except (KeyError, RuntimeError):
-        refuse(f"--evaluate {args.evaluate}: --network, --rnn, --hidden-size and --env-id must be as they were")
+    refuse_if_different(f"--evaluate {args.evaluate}", saved, {"agent": agent.state_dict()}, SHAPES)
+    agent.load_state_dict(saved["agent"])
     if args.render:
         for frame in play(agent, args, device, "ansi"):
-            print(f"\033[H\033[J{frame}", flush=True)
+            say(f"\033[H\033[J{frame}")
             time.sleep(1 / MettaArena.metadata["render_fps"])
         return {}
     scores = evaluate(agent, args, args.eval_episodes, device)
-    print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
+    say("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
-        print(write_gif(agent, args, device, path.parent / "videos"))
+        write_gif(agent, args, device, path.parent / "videos")
     return scores
 
 
@@ -878,6 +986,15 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def say(line: str, end: str = "\n") -> None:
+    """Print. When nobody reads any more (`| head`), the run is stopped as by SIGTERM: it saves, and is silent."""
+    try:
+        print(line, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.raise_signal(signal.SIGTERM)
+
+
 def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
     """Refuse storage of `value` * `each` + `fixed` bytes that does not fit; says which multiple of `unit` does."""
     if device.type == "cuda":
@@ -886,7 +1003,7 @@ def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, 
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
     needed, most = value * each + fixed, (0.9 * room - fixed) // each // unit * unit
     if value > most:
-        works = f"at most {most:.0f} works" if most > 0 else "fewer games work"
+        works = f"at most {most:.0f} works" if most > 0 else "smaller sizes of everything else might"
         refuse(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; {works}")
 
 
@@ -901,18 +1018,18 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-            print("--bf16: this GPU has no units for it; fp32 is used instead")
+            say("--bf16: this GPU has no units for it; fp32 is used instead")
             return torch.float32
         return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
     for flag, asked in (("--fp16", fp16), ("--tf32", tf32)):
         if asked:
-            print(f"{flag}: needs CUDA; fp32 is used instead")
+            say(f"{flag}: needs CUDA; fp32 is used instead")
     if bf16:
         matrices = (torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
         half, full = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in matrices)
         if half < full:
             return torch.bfloat16
-        print(f"--bf16: matmuls take {half / full:.0f} times as long as in fp32 on this CPU; fp32 is used instead")
+        say(f"--bf16: matmuls take {half / full:.0f} times as long as in fp32 on this CPU; fp32 is used instead")
     return torch.float32
 
 
@@ -923,7 +1040,7 @@ def compiled(function: Callable, mode: str, *example: torch.Tensor, **options: A
         fast(*example)
         return fast
     except Exception as error:
-        print(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
+        say(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
         return function
 
 
@@ -983,9 +1100,95 @@ class Stopwatch:
         return seconds
 
 
+class Interrupts:
+    """Ctrl-C and SIGTERM. The first ends the loop after its round, or at once what runs `with interrupts.at_once()`.
+
+    The second ends the program.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.raises = 0, False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.interrupt)
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def interrupt(self, number: int, frame: Any) -> None:
+        self.count += 1
+        if self.raises or self.count > 1:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        self.raises = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.count = max(self.count, 1)
+        finally:
+            self.raises = False
+
+
+@contextmanager
+def process_restored() -> Iterator[None]:
+    """At the end, put back what a run sets for its whole process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    excepthook = threading.excepthook
+
+    def hook(what: Any) -> None:
+        if not isinstance(what.exc_value, OSError):  # TensorBoard's thread on a full disk: `write_scalars` says it
+            excepthook(what)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = excepthook
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_flush_denormal(False)
+
+
+def make_run_folder(args: Args) -> Path:
+    """A folder that no other run has. Whoever creates args.json in it owns it, also of two that start at once."""
+    name = args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in count(1):
+        folder = Path(args.run_dir) / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "args.json", "x") as file:
+                json.dump({"script": SCRIPT, **vars(args)}, file, indent=2)
+            return folder
+        except FileExistsError:
+            if args.run_name:
+                refuse(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
+        except OSError as error:
+            refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+
+
+def write_json(path: Path, values: dict) -> None:
+    try:
+        path.write_text(json.dumps(values, indent=2))
+    except OSError as error:
+        print(f"{path}: could not be written ({error.strerror})", file=sys.stderr)
+
+
+def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
+    """Into TensorBoard. A disk that is full, or was for a moment, is no reason to end a run."""
+    try:
+        for tag, value in scalars.items():
+            writer.add_scalar(tag, value, step)
+    except OSError as error:
+        print(f"{writer.log_dir}: could not be logged to ({error.strerror}); the run goes on", file=sys.stderr)
+
+
 def save_checkpoint(path: Path, state: dict) -> None:
     """Write tensors and plain values to `path`. The file that was there stays whole until the new one is."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")  # of this process: two may write into one folder
     try:
         with open(temporary, "wb") as file:
             torch.save(state, file)
@@ -993,17 +1196,25 @@ def save_checkpoint(path: Path, state: dict) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         reason = str(error).strip().splitlines()[0]
         print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
 
 
 def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
     """The file, the run folder's or the "latest" checkpoint of this script. Nothing in the file is executed."""
+
+    def is_ours(file: Path) -> bool:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            return json.loads((file.parent / "args.json").read_text())["script"] == SCRIPT
+        return False
+
+    if not name:
+        refuse(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
     path = Path(name)
     if name == "latest":
-        found = Path(run_dir).glob("*/checkpoint.pt")
-        ours = [file for file in found if f'"script": "{SCRIPT}"' in (file.parent / "args.json").read_text()]
+        ours = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
         path = max(ours, key=lambda file: file.stat().st_mtime, default=Path(run_dir))
     path = path / "checkpoint.pt" if path.is_dir() else path
     if not path.is_file():
@@ -1013,50 +1224,159 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
             state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             raise ValueError(f"it is one of {state['script']}.py")
+        if not isinstance(state["args"], dict):
+            raise ValueError("its args are no dict")
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({reason})")
     return path, state
 
 
-def machine(device: torch.device) -> dict[str, str | float]:
-    """What a result depends on besides the flags."""
-    commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    cuda, peak_kib = device.type == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else f"cpu, {torch.get_num_threads()} threads",
-        "peak_memory_gib": (torch.cuda.max_memory_allocated(device) if cuda else 1024 * peak_kib) / 2**30,
-        "torch": torch.__version__,
-        "git_commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip() or "unknown",
-    }
+def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
+    """The flags of a checkpoint's run, but for those that name files or say what to do: they are the user's alone."""
+
+    def is_a(value: Any, hint: Any) -> bool:
+        if isinstance(hint, types.UnionType):
+            return any(is_a(value, part) for part in get_args(hint))
+        if get_origin(hint) is Literal:
+            return type(value) in (str, int) and value in get_args(hint)
+        return type(value) is hint or (hint is float and type(value) is int)
+
+    hints = get_type_hints(Args)
+    if set(saved) != set(hints):
+        names = ", ".join(sorted(str(name) for name in set(saved) ^ set(hints))[:5])
+        refuse(f"{flag} {name}: made by another version of {SCRIPT}.py, with other flags ({names})")
+    for key, value in saved.items():
+        if not is_a(value, hints[key]):
+            refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py (its {key} is {str(value)[:40]!r})")
+    return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
 
 
+def difference(saved: Any, expected: Any, name: str = "it") -> str | None:
+    """The first place in which `saved`, which was loaded, is not built as `expected` is; None if there is none.
+
+    Names, types, lengths, dtypes and shapes must be the same, tensors dense, on the CPU and finite, whole numbers not
+    negative.
+    """
+    kinds = [dict if isinstance(value, dict) else type(value) for value in (saved, expected)]
+    if kinds[0] is not kinds[1]:
+        return f"{name} is of type {kinds[0].__name__}, not {kinds[1].__name__}"
+    if isinstance(expected, torch.Tensor):
+        if saved.layout != torch.strided or saved.device.type != "cpu":
+            return f"{name} is not dense"
+        if saved.dtype != expected.dtype or saved.shape != expected.shape:
+            return f"{name} is {saved.dtype} {list(saved.shape)}, not {expected.dtype} {list(expected.shape)}"
+        if saved.is_floating_point() and not saved.isfinite().all():
+            return f"{name} is not finite"
+    elif isinstance(expected, dict):
+        if set(saved) != set(expected):
+            return f"{name} has other parts: {', '.join(sorted(str(key) for key in set(saved) ^ set(expected))[:5])}"
+        parts = (difference(saved[key], expected[key], f"{name}.{key}".removeprefix("it.")) for key in expected)
+        return next(filter(None, parts), None)
+    elif isinstance(expected, (list, tuple)):
+        if len(saved) != len(expected):
+            return f"{name} has {len(saved)} parts, not {len(expected)}"
+        parts = (difference(*pair, f"{name}.{number}") for number, pair in enumerate(zip(saved, expected)))
+        return next(filter(None, parts), None)
+    elif type(saved) in (int, float) and not (math.isfinite(saved) and (saved >= 0 or type(saved) is float)):
+        return f"{name} is {saved}"
+    return None
+
+
+def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
+    """Refuse a checkpoint whose parts are not built as `expected`; `flags` are those that decide it."""
+    for name, part in expected.items():
+        reason = difference(saved[name], part, name) if name in saved else f"there is no {name}"
+        if reason:
+            refuse(f"{asked}: does not fit ({reason}); {flags} must be as they were")
+
+
+def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """What Adam's state looks like after an update."""
+    names = "exp_avg", "exp_avg_sq"
+    return {n: {"step": torch.zeros(()), **dict.fromkeys(names, weight.detach())} for n, weight in enumerate(weights)}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Put the moments of a checkpoint into `optimizer`, which keeps its own options."""
+    (options,) = optimizer.param_groups
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.param_groups[0].update(lr=options["lr"])  # the tensor that the loop writes to, not a copy
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """The most that this run has taken: of the GPU, or of the machine (None on Windows, which does not tell)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+@process_restored()
 def main(args: Args) -> dict:
+    """Train, or --evaluate. However it ends, no worker lives on; of several ranks only the first one speaks."""
+    with ExitStack() as cleanup:
+        if RANK > 0:
+            silence = cleanup.enter_context(open(os.devnull, "w"))
+            cleanup.enter_context(redirect_stdout(silence))
+        try:
+            return run(args, cleanup)
+        except (WorkerLost, RankLost) as error:
+            print(f"{SCRIPT}.py: {error}; the rest is ended", file=sys.stderr)
+            raise SystemExit(1) from None
+
+
+def run(args: Args, cleanup: ExitStack) -> dict:
     started = time.perf_counter()
+    interrupts = Interrupts()
     if RANKS > 1 and args.device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     device = pick_device(args.device)
     args = resolve(args, device)
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # denormal numbers were seen to cost a run two thirds of its updates/s
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
-    sdpa, wanted = None, args.sdpa
-    if args.network == "token-attention":
-        if device.type == "cuda" and wanted in ("auto", "flash"):
-            print("on CUDA the flash kernel takes no padding mask; efficient is tried first")
-            wanted = "efficient"
-        sdpa = pick_sdpa(wanted, dtype, device)
     example = Games(args, 1, torch.device("cpu"), EVAL_SEED)
-    agent = Agent(args, example, sdpa, device)
-    if args.evaluate:
-        return show(agent, args, device)
-    args = with_sizes(args, len(example.obs) * args.num_envs, example.max_steps)
+    agents = len(example.obs)  # of a game
+    game_bytes = 4_000 * agents + 35 * example.cells  # about; measured in the arena and in navigation
+    refuse_if_too_large("--eval-episodes", args.eval_episodes, game_bytes // agents, device)
+    agent = Agent(args, example, device)
+    is_main = RANK == 0
+    if args.evaluate is not None:
+        with interrupts.at_once():
+            return show(agent, args, device) if is_main else {}
+        return {}
+    refuse_if_too_large("--num-envs", args.num_envs, game_bytes, device)
+    check_sizes(args, agents * args.num_envs, example.max_steps)
+
+    sdpa = None
+    if args.network == "token-attention":
+        sdpa = agent.encoder.layer1.kernel(dtype, device)
+        asked = "" if args.sdpa in ("auto", sdpa.split("_")[0]) else f"--sdpa {args.sdpa}: does not run here; "
+        say(f"{asked}attention runs in {sdpa}")
+    starts = 0  # of the run so far
+    if args.resume is not None:
+        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
+        refuse_if_different(f"--resume {args.resume}", saved, {"starts": 0}, SHAPES)
+        starts = saved["starts"] + 1
     if RANKS > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        except RuntimeError as error:
+            raise RankLost(f"rank {RANK} does not find the others ({str(error).splitlines()[0][:120]})") from None
 
     # --- what a run is made of ------------------------------------------------------------------------------------
-    envs = make_envs(args, device, example)
+    envs = cleanup.enter_context(closing(make_envs(args, device, example, starts)))
     obs = envs.obs.to(device, copy=True)  # what each lane acts on next
     lanes, group_size = len(obs), len(obs) // envs.groups
     weights = list(agent.parameters())
@@ -1064,90 +1384,132 @@ def main(args: Args) -> dict:
     learning_rate = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.Adam(weights, lr=learning_rate, eps=1e-5, fused=True, capturable=graphs)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * RANK)
+    generator = torch.Generator(device).manual_seed(games_seed(args.seed, starts))
     b = Rollout(args, obs, agent.state_size, device)
-    num_steps, num_segments = len(b.obs), len(b.state) * lanes
-    num_minibatches, mb_segments = args.batch_size // args.minibatch_size, args.minibatch_size // args.bptt_horizon
+    num_steps, num_segments = args.num_steps, len(b.state) * lanes
+    batch_size = num_steps * lanes
+    minibatch_size = batch_size // args.num_minibatches
+    mb_segments = num_segments // args.num_minibatches
     state = torch.zeros(lanes, agent.state_size, device=device)
     begins = torch.zeros(lanes, dtype=torch.bool, device=device)  # does an episode begin with `obs`
-    next_value, final_value = torch.zeros(lanes, device=device), torch.zeros(lanes, device=device)
+    next_value = torch.zeros(lanes, device=device)
+    final_value = torch.zeros(lanes, device=device)
     rows = torch.zeros(envs.groups, 1, dtype=torch.int64, device=device)  # of the rollout, that each group is at
     segments = torch.zeros(mb_segments, dtype=torch.int64, device=device)
-    ent_coef, prio_beta = torch.tensor(args.ent_coef, device=device), torch.tensor(args.prio_beta0, device=device)
-    # Since the last log, sums over updates: pg_loss, v_loss, entropy, approx_kl, clipfrac, updates skipped; then
-    # updates skipped in a row.
-    learned = torch.zeros(7, device=device)
-    mb_parts = torch.zeros(args.grad_accumulation, 5, device=device)  # the first five, of a minibatch
+    ent_coef = torch.tensor(args.ent_coef, device=device)
+    prio_beta = torch.tensor(args.prio_beta0, device=device)
+    # Sums over the updates since the last log: pg_loss, v_loss, entropy, approx_kl, clipfrac.
+    learned = torch.zeros(5, device=device)
+    mb_parts = torch.zeros(args.grad_accumulation, 5, device=device)  # the same, of a minibatch
     approx_kl = torch.zeros((), device=device)
     watch = Stopwatch(device)
 
-    # --- run folder: of rank 0, the only one that writes ----------------------------------------------------------
-    lead = RANK == 0
-    folder = Path(args.run_dir) / (args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    if args.resume:
-        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
-        folder = path.parent
-    if lead:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "args.json").write_text(json.dumps({"script": SCRIPT, **vars(args)}, indent=2))
-        except OSError as error:
-            refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
-    else:
-        sys.stdout = open(os.devnull, "w")
-
-    if args.wandb and lead:
-        try:
-            import wandb
-        except ImportError:
-            refuse("--wandb: its package is missing; pip install wandb")
-        wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-    profiler = None
-    if args.profile:
-        profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1))
-        profiler.start()
-
-    interrupts = []
-    for number in (signal.SIGINT, signal.SIGTERM):  # the second one ends the program at once
-        signal.signal(number, lambda number, _: (interrupts.append(number), signal.signal(number, signal.SIG_DFL)))
-
     # --- a new run, or the rest of one ----------------------------------------------------------------------------
-    stateful = {"agent": agent, "optimizer": optimizer, "scaler": scaler}
-    carried = {"obs": obs, "state": state, "begins": begins}  # from one rollout to the next
-    whole = args.env_id != "mettagrid" and isinstance(envs, Games)  # can the games themselves be saved
+    can_save_envs = args.env_id != "mettagrid" and isinstance(envs, Games)
     global_step, updates, seconds_before = 0, 0, 0.0
-    if args.resume:
-        try:
-            for name, part in stateful.items():
-                part.load_state_dict(saved[name])
-            if whole and lead:
-                envs.games.load_state_dict(saved["games"])
-                for name, tensor in carried.items():
-                    tensor.copy_(saved[name])
-        except (KeyError, RuntimeError, ValueError):
-            flags = "--network, --rnn, --hidden-size, --env-id, --vec-env and --num-envs"
-            refuse(f"--resume {args.resume}: {flags} must be as they were")
-        optimizer.param_groups[0].update(lr=learning_rate, capturable=graphs)  # loading put in the other run's
-        if lead:
-            generator.set_state(saved["generator"])
-        global_step, updates, seconds_before = saved["counters"]
-        if not whole:
-            print("the games start anew: only those of the embedded arena in this process are in a checkpoint")
-    first_step, first_update = logged_step, logged_update = global_step, updates
-    scores: dict[str, float] = {}
-    precision = str(dtype).removeprefix("torch.")
-    if lead:
-        writer = SummaryWriter(folder, purge_step=global_step)
-        writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
-    replay_ratio = args.update_epochs / args.action_repeat
-    where = f"in {args.num_workers} workers, {envs.groups} parts in flight" if isinstance(envs, Workers) else "here"
-    print(f"{folder} on {machine(device)['device']} in {precision}{f', {RANKS} ranks' * (RANKS > 1)}")
-    print(f"{lanes} agents {where}; rollouts of {num_steps} steps, {args.update_epochs} x {num_minibatches} updates on "
-          f"{mb_segments} segments of {args.bptt_horizon} (replay ratio {replay_ratio:g}); "
-          f"{sum(weight.numel() for weight in weights):,} weights")  # fmt: skip
 
     def elapsed() -> float:
         return seconds_before + time.perf_counter() - started
+
+    def run_state() -> dict[str, Any]:
+        """All there is to a run, as tensors and plain values. Of several ranks it holds the games of the first."""
+        now_state = {
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict()["state"],
+            "scaler": scaler.state_dict(),
+            "generator": generator.get_state(),
+            "starts": starts,
+            "global_step": global_step,
+            "updates": updates,
+            "elapsed": elapsed(),
+        }
+        if can_save_envs:
+            now_state["games"] = envs.games.state_dict()
+            now_state["obs"] = obs
+            now_state["state"] = state
+            now_state["begins"] = begins
+        return now_state
+
+    def load_run_state(saved: dict[str, Any]) -> None:
+        """Checks everything first: what does not fit is refused before anything is changed."""
+        nonlocal global_step, updates, seconds_before
+        asked, expected = f"--resume {args.resume}", run_state()
+        load_envs = can_save_envs and "games" in saved
+        if can_save_envs and not load_envs:
+            for name in ("games", "obs", "state", "begins"):
+                del expected[name]
+        if saved.get("optimizer"):  # empty before the first update
+            expected["optimizer"] = adam_state(weights)
+        if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
+            del expected["scaler"]
+        same_device = getattr(saved.get("generator"), "shape", None) == expected["generator"].shape
+        if not same_device:
+            del expected["generator"]
+        refuse_if_different(asked, saved, expected, f"{SHAPES}, --instances, --size, --agents and --num-envs")
+        try:
+            if same_device:
+                torch.Generator(device).set_state(saved["generator"])
+            if load_envs and is_main:
+                envs.games.load_state_dict(saved["games"])
+        except (RuntimeError, ValueError) as error:
+            refuse(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
+        if load_envs and is_main:
+            obs.copy_(saved["obs"])
+            state.copy_(saved["state"])
+            begins.copy_(saved["begins"])
+        agent.load_state_dict(saved["agent"])
+        load_optimizer(optimizer, saved["optimizer"])
+        if "scaler" in expected:
+            scaler.load_state_dict(saved["scaler"])
+        if same_device and is_main:
+            generator.set_state(saved["generator"])
+        if not same_device:
+            say("the random numbers begin anew: those of the checkpoint are of another kind of device")
+        if not load_envs:
+            say("the games start anew: only those of the embedded arena in this process are in a checkpoint")
+        global_step = saved["global_step"]
+        updates = saved["updates"]
+        seconds_before = saved["elapsed"]
+
+    folder = writer = None  # of the first rank, the only one that writes
+    if args.resume is not None:
+        load_run_state(saved)
+        folder = path.parent
+        if is_main:
+            write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
+            for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
+                unfinished.unlink(missing_ok=True)
+    if is_main:
+        if args.wandb:
+            try:
+                import wandb
+            except ImportError:
+                refuse("--wandb: its package is missing; pip install wandb")
+        folder = folder or make_run_folder(args)
+        if args.wandb:
+            wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
+        writer = SummaryWriter(folder, purge_step=global_step)
+        writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
+
+    first_step = logged_step = global_step
+    first_update = logged_update = updates
+    scores: dict[str, float] = {}
+    precision = str(dtype).removeprefix("torch.")
+    threads = f"cpu, {torch.get_num_threads()} threads"
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    in_ranks = f", {RANKS} ranks" if RANKS > 1 else ""
+    where = f"in {args.num_workers} workers, {envs.groups} parts in flight" if isinstance(envs, Workers) else "here"
+    learns = f"{args.update_epochs} x {args.num_minibatches} updates on {mb_segments} segments of {args.bptt_horizon}"
+    say(f"{folder} on {device_name} in {precision}{in_ranks}")
+    say(f"{lanes} agents {where}; rollouts of {num_steps} steps, {learns} (replay ratio {args.update_epochs}); "
+        f"{sum(weight.numel() for weight in weights):,} weights")  # fmt: skip
+
+    def pulse() -> tuple[float, bool]:
+        """Seconds of the run, and whether to stop. Ranks decide together only by this: it is the same on all."""
+        here = [elapsed(), interrupts.count]
+        everywhere = torch.tensor(here, dtype=torch.float64, device=device if RANKS > 1 else "cpu")
+        seconds, signals = across_ranks(everywhere, "MAX").tolist()
+        return seconds, signals > 0
 
     def progress() -> float:
         return max(global_step / (args.total_timesteps or math.inf), now / (args.max_seconds or math.inf))
@@ -1160,59 +1522,59 @@ def main(args: Args) -> dict:
         return True
 
     def save() -> None:
+        if not is_main:
+            return None
         if not all(weight.isfinite().all() for weight in weights):
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        state = {name: part.state_dict() for name, part in stateful.items()} | {"generator": generator.get_state()}
-        state |= carried | {"games": envs.games.state_dict()} if whole else {}
-        state |= {"script": SCRIPT, "args": vars(args), "counters": [global_step, updates, elapsed()]}
-        if lead:
-            save_checkpoint(folder / "checkpoint.pt", state)
+        save_checkpoint(folder / "checkpoint.pt", {"script": SCRIPT, "args": vars(args), **run_state()})
 
     def log() -> None:
+        """On all ranks: they add up what they have seen."""
         seconds = watch.read()
         steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
         episodes, hearts, length, returned = across_ranks(envs.read_finished().to(device), "SUM").tolist()
-        *parts, skipped, in_a_row = learned.tolist()
-        learned[:-1] = 0
+        pg_loss, v_loss, entropy, kl, clipfrac = (learned / max(learns, 1)).tolist()
+        learned.zero_()
         advantage = advantages()
         scalars = {
             "charts/SPS": steps / wall,
             "charts/updates_per_second": learns / wall,
-            "charts/samples_per_second": learns * args.minibatch_size * RANKS / wall,
-            "charts/replay_ratio": learns * args.minibatch_size * RANKS / steps,
+            "charts/samples_per_second": learns * minibatch_size * RANKS / wall,
+            "charts/replay_ratio": learns * minibatch_size * RANKS / steps,
             "losses/learning_rate": learning_rate.item(),
             "losses/ent_coef": ent_coef.item(),
-            "losses/skipped_updates": skipped,
             "losses/explained_variance": 1 - (advantage.var() / (advantage + b.value).var()).item(),
             "perf/rollout_fraction": 1 - seconds["learn"] / wall,
         }
         scalars |= {f"perf/{phase}_ms": 1000 * spent * lanes * RANKS / steps for phase, spent in seconds.items()}
         if episodes:
-            means = (hearts / episodes, length / episodes, returned / episodes)
-            scalars |= dict(zip(("charts/score", "charts/episodic_length", "charts/episodic_return"), means))
+            scalars["charts/score"] = hearts / episodes
+            scalars["charts/episodic_length"] = length / episodes
+            scalars["charts/episodic_return"] = returned / episodes
         if learns:
-            names = "pg_loss", "v_loss", "entropy", "approx_kl", "clipfrac"
-            scalars |= {f"losses/{name}": part / max(learns - skipped, 1) for name, part in zip(names, parts)}
+            scalars["losses/pg_loss"] = pg_loss
+            scalars["losses/v_loss"] = v_loss
+            scalars["losses/entropy"] = entropy
+            scalars["losses/approx_kl"] = kl
+            scalars["losses/clipfrac"] = clipfrac
         if device.type == "cuda":
             scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             with suppress(ImportError, RuntimeError):  # without NVML
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
-        if lead:
-            for tag, value in scalars.items():
-                writer.add_scalar(tag, value, global_step)
+        if is_main:
+            write_scalars(writer, scalars, global_step)
         line = f"{progress():4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.1f}"
         line += f"  entropy {scalars.get('losses/entropy', math.nan):4.2f}  kl {scalars.get('losses/approx_kl', 0):.4f}"
         line += f"  return {scalars.get('charts/episodic_return', math.nan):6.2f}"
         line += f"  hearts {scalars.get('charts/score', math.nan):5.2f}"
-        print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
-        if in_a_row >= 10:
-            first = f"every update from number {updates - in_a_row + 1:.0f} on was not finite and was skipped"
-            refuse(f"--learning-rate {args.learning_rate:g}: {first}; a lower one works")
+        say(line, end="\r" if sys.stdout.isatty() else "\n")
+        loss = pg_loss + v_loss - entropy
+        if not math.isfinite(loss):
+            refuse(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
 
     def test(episodes: int) -> dict[str, float]:
         scores = evaluate(agent, args, episodes, device)
-        for name, value in scores.items():
-            writer.add_scalar(name.replace("_", "/", 1), value, global_step)
+        write_scalars(writer, {name.replace("_", "/", 1): value for name, value in scores.items()}, global_step)
         return scores
 
     # --- acting and learning --------------------------------------------------------------------------------------
@@ -1231,33 +1593,40 @@ def main(args: Args) -> dict:
         with autocast():
             logits, new_value, _ = agent(obs, state, reset)
         logp = logits.log_softmax(2)
-        new_logprob, entropy = logp.gather(2, action[..., None]).squeeze(2), -(logp.exp() * logp).sum(2)
+        new_logprob = logp.gather(2, action[..., None]).squeeze(2)
+        entropy = -(logp.exp() * logp).sum(2)
         coefs = args.clip_coef, args.vf_clip_coef, ent_coef, args.vf_coef
         loss, parts = ppo_loss(new_logprob, logprob, advantage, entropy, new_value, value, returns, *coefs)
         return loss, parts, new_value.detach(), (new_logprob - logprob).detach().exp()
 
     def act(group: int) -> None:
         # 1 act and step
-        part, row = slice(group * group_size, (group + 1) * group_size), rows[group]
+        part = slice(group * group_size, (group + 1) * group_size)
+        row = rows[group]
         segment = row // args.bptt_horizon
         b.state[segment, part] = torch.where(row % args.bptt_horizon == 0, state[part], b.state[segment, part])
-        logits, value, after = policy_step(obs[part], state[part], begins[part])
+        logits, value, next_state = policy_step(obs[part], state[part], begins[part])
         action = sample(logits, generator)
-        b.obs[row, part], b.reset[row, part], b.action[row, part] = obs[part], begins[part], action
-        b.value[row, part], b.logprob[row, part] = value, logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
-        state[part] = after
+        b.obs[row, part] = obs[part]
+        b.reset[row, part] = begins[part]
+        b.action[row, part] = action
+        b.value[row, part] = value
+        b.logprob[row, part] = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
+        state[part] = next_state
         watch.mark("act")
         envs.send(group, action)
         watch.mark("env")
 
     def receive(group: int) -> None:
-        part, row = slice(group * group_size, (group + 1) * group_size), rows[group]
+        part = slice(group * group_size, (group + 1) * group_size)
+        row = rows[group]
         results = (result.to(device, non_blocking=True) for result in envs.recv(group))
         obs[part], reward, terminated, truncated, final_obs = results
         watch.mark("env")
         # 2 store
         b.reward[row, part] = reward * args.reward_scale
-        b.terminated[row, part], b.truncated[row, part] = terminated, truncated
+        b.terminated[row, part] = terminated
+        b.truncated[row, part] = truncated
         b.final_obs[part] = torch.where(truncated[:, None, None], final_obs, b.final_obs[part])
         b.final_state[part] = torch.where(truncated[:, None], state[part], b.final_state[part])
         begins[part] = terminated | truncated
@@ -1275,6 +1644,11 @@ def main(args: Args) -> dict:
         coefs = args.gamma, args.gae_lambda, args.rho_clip, args.c_clip
         return gae(b.reward, b.value, next_value, final_value, *ends, *coefs)
 
+    def minibatch(index: torch.Tensor, segments: torch.Tensor) -> list[torch.Tensor]:
+        """obs, memory before them, reset, action and logprob of the steps `index` of `segments`."""
+        obs, reset, action, logprob = (x.flatten(0, 1)[index] for x in (b.obs, b.reset, b.action, b.logprob))
+        return [obs, b.state.flatten(0, 1)[segments], reset, action, logprob]
+
     def update() -> None:
         advantage = advantages()  # with the values and ratios that the updates before have left
         if args.prio_alpha:
@@ -1283,7 +1657,8 @@ def main(args: Args) -> dict:
             noise = torch.empty_like(share).exponential_(generator=generator)
             segments.copy_((share / noise).topk(mb_segments).indices)  # drawn without replacement
         index = b.index(segments)
-        mb_advantage, mb_value = advantage.flatten()[index], b.value.flatten()[index]
+        mb_advantage = advantage.flatten()[index]
+        mb_value = b.value.flatten()[index]
         mb_returns = mb_advantage + mb_value
         if args.norm_adv:
             mb_advantage = mb_advantage - across_ranks(mb_advantage.mean())
@@ -1294,56 +1669,56 @@ def main(args: Args) -> dict:
         for i in range(args.grad_accumulation):
             columns = slice(i, None, args.grad_accumulation)
             some = index[:, columns]
-            mb_obs, mb_reset, mb_action, mb_logprob = (
-                stored.flatten(0, 1)[some] for stored in (b.obs, b.reset, b.action, b.logprob)
-            )
-            loss, parts, value, ratio = loss_step(
-                mb_obs, b.state.flatten(0, 1)[segments[columns]], mb_reset, mb_action, mb_logprob,
-                mb_value[:, columns], mb_advantage[:, columns], mb_returns[:, columns],
-            )  # fmt: skip
+            targets = mb_value[:, columns], mb_advantage[:, columns], mb_returns[:, columns]
+            loss, parts, value, ratio = loss_step(*minibatch(some, segments[columns]), *targets)
             scaler.scale(loss / args.grad_accumulation).backward()
-            b.value.view(-1)[some], b.ratio.view(-1)[some] = value, ratio
+            finite = value.isfinite() & ratio.isfinite()  # others would reach all advantages of this rollout
+            b.value.view(-1)[some] = torch.where(finite, value, mb_value[:, columns])
+            b.ratio.view(-1)[some] = torch.where(finite, ratio, b.ratio.view(-1)[some])
             mb_parts[i] = parts
-        scaler.unscale_(optimizer)
-        if RANKS > 1:
+        if RANKS > 1:  # before `unscale_`, so that all of them skip an update that overflows in float16
             flat = across_ranks(torch.cat([weight.grad.flatten() for weight in weights]))
             for weight, grad in zip(weights, flat.split([weight.numel() for weight in weights])):
                 weight.grad.copy_(grad.view_as(weight))
-        finite = nn.utils.clip_grad_norm_(weights, args.max_grad_norm).isfinite()
-        optimizer.found_inf = skipped = 1 - finite.float()  # at 1, fused Adam leaves weights and moments as they are
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
         scaler.step(optimizer)
         scaler.update()
         parts = across_ranks(mb_parts.mean(0))
         approx_kl.copy_(parts[3])
-        learned[:5] += torch.where(finite, parts, 0)
-        learned[5] += skipped
-        learned[6] = torch.where(finite & (learned[6] < 10), 0, learned[6] + 1)  # from ten on it only grows
+        learned.add_(parts)
 
     # --- switches: they wrap `policy`, `loss_of`, `act`, `receive`, `bootstrap` and `update` ----------------------
     policy_step, loss_step = policy, loss_of
-    acts, receives = ([partial(part, group) for group in range(envs.groups)] for part in (act, receive))
-    if args.compile:
-        shape = args.bptt_horizon, mb_segments // args.grad_accumulation
-        zeros, nothing = torch.zeros(shape, device=device), torch.zeros(shape[1], agent.state_size, device=device)
-        seen = obs[torch.arange(math.prod(shape)) % lanes].view(*shape, *obs.shape[1:])
+    acts = [partial(act, group) for group in range(envs.groups)]
+    receives = [partial(receive, group) for group in range(envs.groups)]
+    if args.compile:  # with tensors of the shapes and strides that the loop has, and none twice: else it compiles again
         first = slice(group_size)
         policy_step = compiled(policy, args.compile_mode, obs[first], state[first], begins[first])
-        example = seen, nothing, zeros.bool(), zeros.long(), zeros, zeros, zeros, zeros
+        bootstrap()
+        b.obs[:] = obs
+        columns = slice(None, None, args.grad_accumulation)
+        index = b.index(segments)
+        targets = [torch.zeros_like(index, dtype=torch.float32)[:, columns] for _ in range(3)]
+        example = *minibatch(index[:, columns], segments[columns]), *targets
         loss_step = compiled(loss_of, args.compile_mode, *example)
+        loss_step(*example)[0].backward()
+        optimizer.zero_grad()
     if graphs:
-        acts, receives = ([Graphed(part, generator, watch) for part in parts] for parts in (acts, receives))
+        acts = [Graphed(part, generator, watch) for part in acts]
+        receives = [Graphed(part, generator, watch) for part in receives]
         bootstrap, update = Graphed(bootstrap, generator, watch), Graphed(update, generator, watch)
     elif args.cudagraph:
-        print("--cudagraph: needs CUDA, --vec-env device and one rank; the loop runs without graphs")
+        say("--cudagraph: needs CUDA, --vec-env device and one rank; the loop runs without graphs")
 
     # --- the loop -------------------------------------------------------------------------------------------------
-    now = elapsed()
-    last = dict.fromkeys(("log", "eval", "checkpoint"), now)
-    if lead:
-        writer.add_scalar("perf/warmup_s", time.perf_counter() - started, global_step)
-    watch.mark()
     try:
-        while progress() < 1 and not interrupts:
+        now, stopped = pulse()
+        last = dict.fromkeys(("log", "eval", "checkpoint"), now)
+        if is_main:
+            writer.add_scalar("perf/warmup_s", time.perf_counter() - started, global_step)
+        watch.mark()
+        while progress() < 1 and not stopped:
             # 1 act and step, 2 store: what a part of the games does meanwhile is received when its turn comes again
             for step in range(num_steps + 1):
                 for group in range(envs.groups):
@@ -1351,7 +1726,7 @@ def main(args: Args) -> dict:
                         receives[group]()
                     if step < num_steps:
                         acts[group]()
-            global_step += args.batch_size * args.action_repeat * RANKS
+            global_step += batch_size * RANKS
             bootstrap()
             watch.mark("act")
 
@@ -1361,8 +1736,8 @@ def main(args: Args) -> dict:
                 learning_rate.fill_(args.learning_rate * 0.5 * (1 + math.cos(math.pi * done)))
             ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * done)
             prio_beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * done)
-            for minibatch in range(args.update_epochs * num_minibatches):
-                at = minibatch % num_minibatches * mb_segments
+            for number in range(args.update_epochs * args.num_minibatches):
+                at = number % args.num_minibatches * mb_segments
                 if at == 0:
                     order = torch.rand(num_segments, generator=generator, device=device).argsort()
                 segments.copy_(order[at : at + mb_segments])
@@ -1373,84 +1748,90 @@ def main(args: Args) -> dict:
             watch.mark("learn")
 
             # 4 log, evaluate, save: at the same time on all ranks
-            pulse = torch.tensor([elapsed(), len(interrupts)], device=device if RANKS > 1 else "cpu")
-            now, stop = across_ranks(pulse, "MAX").tolist()
-            interrupts += [signal.SIGTERM] * (stop > len(interrupts))
+            now, stopped = pulse()
             if due("log"):
                 log()
                 logged_step, logged_update = global_step, updates
                 watch.mark("log")
-            if due("eval") and lead:
-                scores = test(max(args.eval_episodes // 10, 1))
+            if due("eval"):
+                if is_main:
+                    with interrupts.at_once():
+                        scores = test(max(args.eval_episodes // 10, 1))
+                now, stopped = pulse()
+                last["eval"] = now  # what it took is no part of the next interval
                 watch.mark()
             if due("checkpoint"):
                 save()
                 watch.mark()
-            if profiler:
-                profiler.step()
-    except WorkerLost as error:
-        print(f"{error}; the rest is ended", file=sys.stderr)
+        if global_step > logged_step:
+            log()
+    except (WorkerLost, RankLost):
         save()
-        raise SystemExit(1) from None
-    finally:
-        envs.close()
+        raise
 
-    # --- the end --------------------------------------------------------------------------------------------------
-    if global_step > logged_step:
-        log()
+    # --- the end: what must not be lost first ---------------------------------------------------------------------
     wall_seconds, busy = elapsed(), sum(watch.total.values()) or math.inf
     save()
-    print()
-    if interrupts:
-        print(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
-    elif lead:
-        scores = test(args.eval_episodes)
-        print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
-        if args.video:
-            print(write_gif(agent, args, device, folder / "videos"))
-        print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
-    if profiler:
-        profiler.stop()
-        profiler.export_chrome_trace(str(folder / "profile.json"))
-        longest = profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=30)
-        (folder / "profile.txt").write_text(longest)
+    envs.close()
+    if RANKS > 1:
+        dist.destroy_process_group()
     steps, learns = global_step - first_step, updates - first_update
     summary = {
         "script": SCRIPT,
-        **machine(device),
+        "device": device_name,
+        "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
         "compiled": loss_step is not loss_of,
         "cudagraph": graphs,
-        "sdpa": sdpa[0].name.lower() if sdpa else None,
+        "sdpa": sdpa,
         "env_steps": global_step,
         "wall_seconds": wall_seconds,
         "env_steps_per_second": steps / busy,
         "updates_per_second": learns / busy,
-        "samples_per_second": learns * args.minibatch_size * RANKS / busy,
-        "replay_ratio": learns * args.minibatch_size * RANKS / max(steps, 1),
+        "samples_per_second": learns * minibatch_size * RANKS / busy,
+        "replay_ratio": learns * minibatch_size * RANKS / max(steps, 1),
         "rollout_fraction": 1 - watch.total["learn"] / busy,
         "train_fraction": watch.total["learn"] / busy,
         **scores,
     }
-    if lead:
-        (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    if not is_main:
+        return summary
+    write_json(folder / "summary.json", summary)
+    say("")
+    if not (stopped or interrupts):
+        with interrupts.at_once():
+            summary |= test(args.eval_episodes)
+            write_json(folder / "summary.json", summary)
+            say("  ".join(f"{name} {value:g}" for name, value in summary.items() if name.startswith("eval")))
+            if args.video:
+                write_gif(agent, args, device, folder / "videos")
+            say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
+    if stopped or interrupts:
+        say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
+    with suppress(OSError):  # on a full disk
         writer.close()
-    if RANKS > 1:
-        dist.destroy_process_group()
     return summary
 
 
-def parse() -> Args:
-    """The command line, with --resume and --evaluate on top of the flags of that run."""
-    args = tyro.cli(Args, description=__doc__)
-    name = args.resume or args.evaluate
-    if name:
-        saved = load_checkpoint("--resume" if args.resume else "--evaluate", name, args.run_dir)[1]["args"]
-        try:
-            args = tyro.cli(Args, default=Args(**saved), description=__doc__)
-        except TypeError as error:
-            refuse(f"{name}: made by another version of {SCRIPT}.py ({error})")
-    return args
+def parse(command_line: list[str] | None = None) -> Args:
+    """The command line (None: that of this process), on top of --preset, or of the flags of --resume or --evaluate."""
+    first_look = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first_look.add_argument("--preset", nargs="?")
+    preset = first_look.parse_known_args(command_line)[0].preset
+    args = tyro.cli(Args, args=command_line, default=PRESETS.get(preset, Args()), description=__doc__)
+    flag = "resume" if args.resume is not None else "evaluate"
+    name = getattr(args, flag)
+    if name is None:
+        return args
+    path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
+    flags = saved_flags(f"--{flag}", name, saved["args"])
+    args = tyro.cli(Args, args=command_line, default=Args(**flags), description=__doc__)
+    if args.preset != flags["preset"]:
+        refuse(f"--preset {args.preset}: --{flag} takes the flags of that run, of --preset {flags['preset']}")
+    config = saved["args"]["env_config"]
+    if config is not None and args.env_config is None:
+        refuse(f"--{flag} {name}: played --env-config {config}; a checkpoint does not choose code: give this flag too")
+    return replace(args, **{flag: str(path)})  # looked up once: the latest may soon be another one
 
 
 if __name__ == "__main__":
@@ -1458,7 +1839,10 @@ if __name__ == "__main__":
         main(parse())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except RuntimeError as error:
-        if "memory" not in str(error):
+    except (OSError, MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            flags = "--num-envs, --num-steps or --eval-episodes, or more --num-minibatches or --grad-accumulation"
+            refuse(f"out of memory: a smaller {flags} works")
+        if not isinstance(error, OSError):
             raise
-        refuse("out of memory: a smaller --minibatch-size, --batch-size, --num-envs or more --grad-accumulation works")
+        refuse(str(error))

@@ -7,27 +7,30 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.nn.attention import SDPBackend
+from torch.utils.tensorboard import SummaryWriter
 
 import ppo_metta
 from envs.metta import FEATURES, MettaBatch
-from ppo_metta import Agent, Args, Games, Rollout, Tokens, gae, main, ppo_loss, resolve, sample, with_sizes
+from ppo_metta import PRESETS, Agent, Args, Games, Rollout, Tokens, check_sizes, gae, main, ppo_loss, resolve, sample
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 REAL = pytest.mark.skipif(importlib.util.find_spec("mettagrid") is None, reason="needs mettagrid")
 ROOT = Path(__file__).parent.parent
 QUICK = dict(
-    device="cpu", num_envs=4, batch_size=384, minibatch_size=96, bptt_horizon=8, total_timesteps=384 * 4,
+    device="cpu", num_envs=4, num_steps=16, num_minibatches=4, bptt_horizon=8, total_timesteps=384 * 4,
     hidden_size=16, eval_episodes=6, eval_every=0, log_every=1e-3, video=False, threads=1, num_workers=2,
 )  # fmt: skip
 
@@ -81,10 +84,10 @@ def tokens(games: int = 4, steps: int = 20) -> torch.Tensor:
     return obs.clone()
 
 
-def agent_of(sdpa=SDPBackend.MATH, **flags) -> Agent:
+def agent_of(**flags) -> Agent:
     args = resolve(Args(**(QUICK | flags)), CPU)
     torch.manual_seed(0)
-    return Agent(args, Games(args, 1, CPU, 0), [sdpa], CPU)
+    return Agent(args, Games(args, 1, CPU, 0), CPU)
 
 
 # ------------------------------------------------------------------------------------------------ maths
@@ -152,7 +155,7 @@ def test_sampled_actions_follow_the_logits() -> None:
 
 
 def test_segments_index_every_step_of_every_lane_once() -> None:
-    args = resolve(Args(**(QUICK | dict(batch_size=32 * 5, bptt_horizon=8))), CPU)
+    args = resolve(Args(**(QUICK | dict(num_steps=32))), CPU)
     b = Rollout(args, torch.zeros(5, 200, 3, dtype=torch.uint8), 4, CPU)
     lane, time = torch.arange(5).expand(32, 5), torch.arange(32)[:, None].expand(32, 5)
     index = b.index(torch.arange(4 * 5))
@@ -200,10 +203,12 @@ def test_a_bag_of_tokens_is_a_linear_layer_on_the_box() -> None:
     torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
 
 
-def test_attention_kernels_agree_with_the_written_out_one() -> None:
-    obs, kernels = tokens(), (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
-    written, kernel = (agent_of(sdpa, network="token-attention").encoder for sdpa in kernels)
-    torch.testing.assert_close(written(obs), kernel(obs), atol=1e-5, rtol=1e-5)
+def test_attention_kernels_agree_with_the_one_in_plain_operations() -> None:
+    obs = tokens()
+    math, flash = (agent_of(sdpa=sdpa, network="token-attention").encoder for sdpa in ("math", "flash"))
+    assert math.layer1.kernel(torch.float32, CPU) == "math"
+    assert flash.layer1.kernel(torch.float32, CPU) == "flash_attention"
+    torch.testing.assert_close(math(obs), flash(obs), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("network", ["token-bag", "box-cnn", "token-attention"])
@@ -268,7 +273,7 @@ def recorded(monkeypatch) -> dict:
     return seen
 
 
-LONG = dict(batch_size=24 * 96, minibatch_size=24 * 8, total_timesteps=24 * 96, learning_rate=1e-12, reward_scale=2.0)
+LONG = dict(num_steps=96, num_minibatches=12, total_timesteps=24 * 96, learning_rate=1e-12, reward_scale=2.0)
 
 
 @pytest.mark.parametrize("rnn", ["lstm", "gru", "none"])
@@ -301,17 +306,29 @@ def test_a_rollout_against_a_loop_with_one_lane_at_a_time_in_mind(run, recorded,
 
 @pytest.mark.parametrize(
     "flags",
-    [{"rnn": "lstm"}, {"rnn": "gru"}, {"network": "box-cnn"}, {"network": "token-attention"}, {"action_repeat": 3},
-     {"vec_env": "subproc", "async_factor": 2, "num_workers": 2}, {"vec_env": "subproc", "num_workers": 0}],
+    [{"rnn": "lstm"}, {"rnn": "gru"}, {"network": "box-cnn"}, {"network": "token-attention"},
+     {"vec_env": "subproc", "num_workers": 2}, {"vec_env": "subproc", "num_workers": 0}],
     ids=str,
 )  # fmt: skip
-def test_learning_sees_what_acting_saw(run, flags) -> None:
-    """With weights that do not move the policy ratio stays 1, whatever memory was carried or lost on the way."""
-    repeat = flags.get("action_repeat", 1)
-    _, folder = run(**LONG | {"batch_size": 24 * 32, "total_timesteps": 24 * 32 * 4 * repeat} | flags)
-    read = scalars(folder)
-    assert len(read["charts/SPS"]) == 4 and max(map(abs, read["losses/approx_kl"])) < 1e-6
-    assert max(read["losses/clipfrac"]) == 0
+def test_learning_sees_what_acting_saw(run, monkeypatch, flags) -> None:
+    """With weights that do not move the policy ratio stays 1, whatever memory was carried or lost on the way.
+
+    With heads as a new agent has them, all actions are nearly as likely whatever it remembers: here they are larger.
+    """
+    largest, ppo_loss_of, init = [], ppo_metta.ppo_loss, Agent.__init__
+
+    def recording(logprob, old_logprob, *given):
+        largest.append((logprob - old_logprob).abs().max().item())
+        return ppo_loss_of(logprob, old_logprob, *given)
+
+    def with_large_heads(self, *given):
+        init(self, *given)
+        torch.nn.init.orthogonal_(self.heads.weight, 3)
+
+    monkeypatch.setattr(ppo_metta, "ppo_loss", recording)
+    monkeypatch.setattr(Agent, "__init__", with_large_heads)
+    run(**LONG | {"num_steps": 32, "num_minibatches": 4, "total_timesteps": 24 * 32 * 4} | flags)
+    assert len(largest) == 16 and max(largest) < 3e-5, max(largest)
 
 
 def test_workers_play_the_same_games(run, monkeypatch) -> None:
@@ -321,26 +338,6 @@ def test_workers_play_the_same_games(run, monkeypatch) -> None:
         flags = dict(vec_env="subproc", num_workers=workers, async_factor=1)
         other = checkpoint(run(run_name=name, **flags)[1])
         assert all(torch.equal(value, other[key]) for key, value in plain.items() if key.startswith("agent"))
-
-
-def test_actions_last(run, monkeypatch) -> None:
-    args = resolve(Args(**(QUICK | dict(action_repeat=4))), CPU)
-    games, plain = Games(args, 4, CPU, 0), MettaBatch(4, seed=0, easy=True, rewards="shaped", max_steps=100)
-    plain.reset()
-    torch.manual_seed(0)
-    for _ in range(60):
-        action = torch.randint(25, (24,))
-        obs, reward, terminated, truncated, info = games.step(action)
-        over, total = torch.zeros(24, dtype=torch.bool), torch.zeros(24)
-        final_obs = torch.zeros(24, 200, 3, dtype=torch.uint8)
-        for _ in range(4):
-            after, got, _, cut, more = plain.step(torch.where(over, 18, action))
-            total += got * ~over
-            final_obs = torch.where(over[:, None, None], final_obs, more["final_obs"])
-            over |= cut
-        assert torch.equal(obs, after) and torch.equal(truncated, over) and torch.equal(info["final_obs"], final_obs)
-        torch.testing.assert_close(reward, total)
-    assert run(action_repeat=4)[0]["replay_ratio"] == pytest.approx(1 / 4)
 
 
 # ------------------------------------------------------------------------------------------------ learning
@@ -387,28 +384,162 @@ def test_without_epochs_the_agents_only_play(run) -> None:
 
 def test_a_large_policy_step_ends_the_iteration(run) -> None:
     flags = dict(learning_rate=0.05, anneal_lr=False)
-    assert checkpoint(run(**flags)[1])["counters"][1] == 16
-    assert checkpoint(run(target_kl=1e-6, **flags)[1])["counters"][1] < 16
+    assert checkpoint(run(**flags)[1])["updates"] == 16
+    assert checkpoint(run(target_kl=1e-6, run_name="ended", **flags)[1])["updates"] < 16
 
 
-def test_updates_that_are_not_finite_are_skipped_and_end_the_run(run, monkeypatch, capsys, tmp_path) -> None:
+def test_a_whole_rollout_is_learned_from_as_independent_code_does(run, recorded, monkeypatch) -> None:
+    """Every update of a rollout: V-trace with the values and ratios that the updates before left, segments weighed by
+    how likely they were drawn, both losses, the entropy bonus, schedules, clipping, and Adam."""
+    segments_of, index_of, agents, firsts = [], Rollout.index, [], []
+    init = Agent.__init__
+
+    def keep(self, *given):
+        init(self, *given)
+        torch.nn.init.orthogonal_(self.heads.weight, 1)  # so that more than the values moves
+        agents.append(self)
+        firsts.append({name: value.clone() for name, value in self.state_dict().items()})
+
+    monkeypatch.setattr(Agent, "__init__", keep)
+    monkeypatch.setattr(Rollout, "index", lambda b, s: segments_of.append(s.clone()) or index_of(b, s))
+    interrupt_after(monkeypatch, 1)  # one rollout is learned from
+    flags = dict(prio_alpha=0.7, prio_beta0=0.4, learning_rate=0.02, ent_coef=0.3, end_ent_coef=0.1, update_epochs=2)
+    flags |= dict(clip_coef=0.1, vf_clip_coef=0.2, vf_coef=0.7, gamma=0.9, gae_lambda=0.8, rho_clip=0.9, c_clip=0.8)
+    # Clipped this much, gradients are small beside Adam's epsilon: else no scale of them would make a difference.
+    _, folder = run(grad_accumulation=2, max_grad_norm=1e-3, **flags)
+    trained = load(folder)["agent"]
+    assert len(segments_of) == 8 and load(folder)["global_step"] == 384
+
+    b, asked = recorded["rollout"], {name: part.numpy().copy() for name, part in recorded["gae"].items()}
+    agent = agents[0]
+    agent.load_state_dict(firsts[0])
+    weights = list(agent.parameters())
+    moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in weights]
+    rate, ent_coef, beta = 0.02 * 0.5 * (1 + math.cos(math.pi / 4)), 0.3 - 0.2 / 4, 0.4 + 0.6 / 4
+    for number, segments in enumerate(segments_of):
+        advantage = slow_gae(*asked.values(), 0.9, 0.8, 0.9, 0.8)
+        priority = np.abs(advantage.reshape(2, 8, 24)).sum(1).ravel() ** 0.7
+        share = torch.tensor(priority / priority.sum())
+        steps = [[(n // 24 * 8 + t, n % 24) for n in segments.tolist()] for t in range(8)]
+        at = tuple(torch.tensor(steps).unbind(2))
+
+        def of(stored, at=at) -> torch.Tensor:
+            return torch.as_tensor(stored)[at]
+
+        adv, old_value = of(advantage), of(asked["value"])
+        returns = adv + old_value
+        adv = (adv - adv.mean()) / (((adv - adv.mean()) ** 2).mean().sqrt() + 1e-8)
+        adv = adv * (48 * share[segments]) ** -beta
+        state = b.state[segments // 24, segments % 24]
+        logits, value, _ = agent(b.obs[at], state, b.reset[at])
+        policy = torch.distributions.Categorical(logits=logits)
+        ratio = (policy.log_prob(b.action[at]) - b.logprob[at]).exp()
+        pg_loss = -torch.min(ratio * adv, ratio.clip(0.9, 1.1) * adv).mean()
+        near = old_value + (value - old_value).clip(-0.2, 0.2)
+        v_loss = 0.5 * torch.max((value - returns) ** 2, (near - returns) ** 2).mean()
+        loss = pg_loss - ent_coef * policy.entropy().mean() + 0.7 * v_loss
+        grads = torch.autograd.grad(loss, weights)
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for weight, grad, (mean, square) in zip(weights, grads, moments):
+            grad = grad * min(1, 1e-3 / (norm.item() + 1e-6))
+            mean.lerp_(grad, 0.1)
+            square.lerp_(grad**2, 0.001)
+            unbiased = (square / (1 - 0.999 ** (number + 1))).sqrt() + 1e-5
+            weight.data -= rate * mean / (1 - 0.9 ** (number + 1)) / unbiased
+        asked["value"][at], asked["ratio"][at] = value.detach().numpy(), ratio.detach().numpy()
+    for name, value in agent.state_dict().items():
+        moved = (trained[name] - firsts[0][name]).norm()
+        assert moved > 1e-3 and (value - trained[name]).norm() < 2e-3 * moved, name
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(run, monkeypatch, capsys, tmp_path) -> None:
     calls, ppo_loss_of = [], ppo_metta.ppo_loss
 
     def broken(*given):
         calls.append(0)
         loss, parts = ppo_loss_of(*given)
-        return loss * (math.nan if bad(len(calls)) else 1), parts
+        bad = math.nan if len(calls) > 6 else 1
+        return loss * bad, parts * bad
 
     monkeypatch.setattr(ppo_metta, "ppo_loss", broken)
-    bad = lambda call: call == 2  # noqa: E731
-    _, folder = run()
-    assert sum(scalars(folder)["losses/skipped_updates"]) == 1 and agent_weights(folder).isfinite().all()
-    calls.clear()
-    bad = lambda call: call > 3  # noqa: E731
     with pytest.raises(SystemExit) as error:
-        run(run_name="other")
+        run(checkpoint_every=1e-6)
     said = capsys.readouterr().err
-    assert error.value.code == 2 and said.count("\n") == 1 and "from number 4 on was not finite" in said
+    assert error.value.code == 2 and said.count("\n") == 1 and "--learning-rate 0.003: the loss is nan" in said
+    saved = load(tmp_path / "run")
+    assert saved["updates"] == 4 and all(value.isfinite().all() for value in saved["agent"].values())
+
+
+def test_values_that_are_not_finite_are_not_stored(run, monkeypatch, capsys) -> None:
+    """They would reach the advantages of every later update of the rollout, also of those that float16 skips."""
+    asked, gae_of, forward, learns = [], ppo_metta.gae, Agent.forward, []
+
+    def overflowing(self, tokens, *given):
+        logits, value, state = forward(self, tokens, *given)
+        if len(tokens) > 1:
+            learns.append(0)
+            if len(learns) == 2:
+                value = value * torch.tensor([math.inf, math.nan, 1.0]).repeat(4)
+        return logits, value, state
+
+    monkeypatch.setattr(Agent, "forward", overflowing)
+    monkeypatch.setattr(ppo_metta, "gae", lambda r, v, *a: asked.append((v.clone(), a[4].clone())) or gae_of(r, v, *a))
+    with pytest.raises(SystemExit):
+        run(total_timesteps=384)
+    assert len(asked) == 5 and all(part.isfinite().all() for parts in asked for part in parts)
+
+
+class StagedGames:
+    """Four agents whose episodes end at different steps, and again after that. An observation is the step."""
+
+    first_lengths = 3, 5, 2, 7
+
+    def __init__(self, args, num_games, device, seed, evaluation=False) -> None:
+        self.lengths = self.first_lengths if evaluation else (1, 1, 1, 1)  # only then are first episodes whole
+        assert seed == ppo_metta.EVAL_SEED
+        self.clock, self.actions = 0, []
+        self.obs = self.view()
+
+    def view(self) -> torch.Tensor:
+        return torch.full((4, 1, 3), self.clock, dtype=torch.uint8)
+
+    def step(self, action: torch.Tensor):
+        self.clock += 1
+        self.actions.append(action)
+        ends = torch.tensor([self.clock % length == 0 for length in self.lengths])
+        terminated = ends & torch.tensor([True, False, True, False])
+        hearts = torch.arange(4) + 10 * self.clock
+        return self.view(), torch.zeros(4), terminated, ends & ~terminated, {"hearts": hearts}
+
+
+def test_evaluation_counts_the_first_whole_episode_of_every_agent(monkeypatch) -> None:
+    played, memories = [], []
+
+    class Games(StagedGames):
+        def __init__(self, *given, **more) -> None:
+            super().__init__(*given, **more)
+            played.append(self)
+
+    def agent(obs, state, reset):
+        assert not reset.any() and (obs == played[-1].clock).all()
+        memories.append(state.clone())
+        return torch.tensor([0.0, 1.0]).expand(1, 4, 2), torch.zeros(1, 4), state + 1
+
+    agent.state_size = 1
+    monkeypatch.setattr(ppo_metta, "Games", Games)
+    scores = ppo_metta.evaluate(agent, Args(), 4, CPU)
+    hearts = [10 * length + n for n, length in enumerate(StagedGames.first_lengths)]
+    assert scores["eval_score_mean"] == np.mean(hearts) and scores["eval_score_max"] == max(hearts)
+    assert scores["eval_score_median"] == sorted(hearts)[1] and scores["eval_episodes"] == 4
+    assert [memory[3].item() for memory in memories] == list(range(7))
+    drawn = torch.cat(played[-1].actions).float().mean().item()
+    assert 0.5 < drawn < 0.95  # drawn from the policy, not its likeliest action
+
+
+def test_whole_episodes_are_evaluated_and_half_ones_are_trained_on() -> None:
+    args = resolve(Args(**QUICK), CPU)
+    limits = [Games(args, 8, CPU, 0, evaluation=evaluation).games.limit for evaluation in (False, True)]
+    assert limits[0].min() < 100 and (limits[1] == 100).all()
 
 
 # ------------------------------------------------------------------------------------------------ resume
@@ -433,20 +564,125 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch,
     with monkeypatch.context() as patch:
         interrupt_after(patch, 12)
         _, folder = run(run_name="half", **flags)
-    assert "--resume" in capsys.readouterr().out and checkpoint(folder)["counters"][0] < 384 * 12
+    assert "--resume" in capsys.readouterr().out and checkpoint(folder)["global_step"] < 384 * 12
     run(run_name="half", resume=str(folder), **flags)
     got = checkpoint(folder)
     for name, value in whole.items():
         if torch.is_tensor(value):
             assert torch.equal(value, got[name]), name
-    assert got["counters"][:2] == whole["counters"][:2]
+    assert (got["global_step"], got["updates"]) == (whole["global_step"], whole["updates"])
 
 
 def test_elapsed_time_is_part_of_the_budget_after_a_resume(run) -> None:
     _, folder = run(total_timesteps=None, max_seconds=2)
-    step = checkpoint(folder)["counters"][0]
+    step = checkpoint(folder)["global_step"]
     run(total_timesteps=None, max_seconds=2, resume=str(folder))
-    assert checkpoint(folder)["counters"][0] == step
+    assert checkpoint(folder)["global_step"] == step
+
+
+def resized(name: str, *where: str):
+    """A change to a checkpoint: the tensor at `where` is of another shape."""
+
+    def change(saved: dict) -> None:
+        for key in where:
+            saved = saved[key]
+        saved[name] = torch.cat([saved[name], saved[name]])
+
+    return change
+
+
+def replaced(name: str, value, *where: str):
+    def change(saved: dict) -> None:
+        for key in where:
+            saved = saved[key]
+        saved[name] = value
+
+    return change
+
+
+SPOILED = {
+    "an optimizer of other shapes": lambda saved: resized("exp_avg", 0)(saved["optimizer"]),
+    "an optimizer without a moment": lambda saved: saved["optimizer"][2].pop("exp_avg_sq"),
+    "games of another number": resized("clock", "games"),
+    "games without a part": lambda saved: saved["games"].pop("grid"),
+    "other lanes": resized("obs"),
+    "other lanes that remember": resized("state"),
+    "begins that are numbers": lambda saved: saved.update(begins=saved["begins"].float()),
+    "weights that are not finite": lambda saved: saved["agent"]["heads.bias"].fill_(math.nan),
+    "weights of another kind": lambda saved: saved["agent"].update({"heads.bias": saved["agent"]["heads.bias"].half()}),
+    "a sparse weight": lambda saved: saved["agent"].update({"heads.bias": saved["agent"]["heads.bias"].to_sparse()}),
+    "a negative step": replaced("global_step", -1),
+    "steps that are a text": replaced("global_step", "384"),
+    "an endless time": replaced("elapsed", math.inf),
+    "starts that are a list": replaced("starts", [0]),
+    "no agent": lambda saved: saved.pop("agent"),
+    "no generator's state": replaced("generator", torch.ones_like(torch.Generator().get_state())),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The checkpoint of a short run."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        for rules in ppo_metta.VARIANTS.values():
+            patch.setitem(rules, "max_steps", 100)
+        main(Args(**QUICK | {"run_dir": str(folder), "run_name": "run", "total_timesteps": 384}))
+    return folder / "run" / "checkpoint.pt"
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes(tmp_path, trained, capsys, what) -> None:
+    saved = torch.load(trained, weights_only=True)
+    SPOILED[what](saved)
+    (tmp_path / "args.json").write_text("{}")
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"resume": str(tmp_path)}))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and f"--resume {tmp_path}" in said, said
+    assert (tmp_path / "args.json").read_text() == "{}" and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("flags", [{"num_envs": 8}, {"agents": 7}, {"env_id": "MettaNavigation-v0"}, {"rnn": "gru"}])
+def test_a_checkpoint_of_other_games_is_refused(tmp_path, trained, capsys, flags) -> None:
+    shutil.copy(trained, tmp_path)
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"num_minibatches": 1, "resume": str(tmp_path)} | flags))
+    assert error.value.code == 2 and "as they were" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_device_begins_new_random_numbers(tmp_path, trained, capsys) -> None:
+    saved = torch.load(trained, weights_only=True)
+    saved["generator"] = torch.zeros(16, dtype=torch.uint8)  # as CUDA's
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    main(Args(**QUICK | {"resume": str(tmp_path)}))
+    assert "random numbers begin anew" in capsys.readouterr().out and load(tmp_path)["global_step"] == 384 * 4
+
+
+def test_a_run_goes_on_with_its_games_in_workers(tmp_path, trained, capsys) -> None:
+    """Those have no state that a checkpoint could hold; nor has a run that played there."""
+    shutil.copy(trained, tmp_path)
+    for more, where in ((2, dict(vec_env="subproc", num_workers=0)), (3, {})):
+        (tmp_path / "args.json").unlink(missing_ok=True)
+        main(Args(**QUICK | {"resume": str(tmp_path), "total_timesteps": 384 * more} | where))
+        assert load(tmp_path)["global_step"] == 384 * more
+    assert "the games start anew" not in capsys.readouterr().out.split(str(tmp_path))[-1]
+
+
+def test_flags_that_name_code_or_are_not_the_runs_own_stay_on_the_command_line(tmp_path, trained, capsys) -> None:
+    saved = torch.load(trained, weights_only=True)
+    saved["args"] |= {"env_id": "mettagrid", "env_config": "antigravity:fly", "wandb": True}
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    with pytest.raises(SystemExit) as error:
+        ppo_metta.parse(["--resume", str(tmp_path)])
+    assert error.value.code == 2 and "--env-config antigravity:fly" in capsys.readouterr().err
+    args = ppo_metta.parse(["--resume", str(tmp_path), "--env-config", "mine:config"])
+    assert args.env_config == "mine:config" and not args.wandb
+    with pytest.raises(SystemExit) as error:
+        ppo_metta.parse(["--resume", str(trained), "--preset", "original"])
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "--preset original" in said
 
 
 # ------------------------------------------------------------------------------------------------ workers
@@ -456,8 +692,8 @@ def test_elapsed_time_is_part_of_the_budget_after_a_resume(run) -> None:
     "number, said", [(signal.SIGKILL, "died with exit code -9"), (signal.SIGSTOP, "has not answe")]
 )
 def test_a_lost_worker_is_named_and_the_checkpoint_saved(tmp_path, number, said) -> None:
-    flags = "--vec-env subproc --num-workers 2 --async-factor 2 --num-envs 8 --batch-size 1536 --minibatch-size 384 "
-    flags += f"--device cpu --threads 1 --log-every 0.01 --run-name run --run-dir {tmp_path} --bptt-horizon 16"
+    flags = "--vec-env subproc --num-workers 2 --async-factor 2 --num-envs 8 --num-minibatches 4 "
+    flags += f"--device cpu --threads 1 --log-every 0.01 --run-name run --run-dir {tmp_path}"
     command = [sys.executable, "ppo_metta.py", *flags.split()]
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, **streams) as process:
@@ -473,6 +709,70 @@ def test_a_lost_worker_is_named_and_the_checkpoint_saved(tmp_path, number, said)
     assert (tmp_path / "run" / "checkpoint.pt").exists()
     time.sleep(0.5)
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_workers_end_when_the_trainer_is_killed(tmp_path) -> None:
+    flags = "--vec-env subproc --num-workers 2 --num-envs 8 --num-minibatches 4 --device cpu --threads 1 "
+    flags += f"--log-every 0.1 --run-dir {tmp_path}"
+    command = [sys.executable, "ppo_metta.py", *flags.split()]
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, **streams) as process:
+        while "SPS" not in process.stdout.readline():
+            pass
+        tasks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        workers = [pid for pid in tasks if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        process.kill()
+        err = process.communicate(timeout=30)[1]  # when no worker holds the pipe any more
+    assert len(workers) == 2 and not err
+
+
+def test_every_group_of_every_worker_plays_games_of_its_own(monkeypatch) -> None:
+    monkeypatch.delitem(ppo_metta.VARIANTS["MettaArena-v0"], "max_steps")
+    args = resolve(Args(**QUICK | dict(vec_env="subproc")), CPU)
+    workers = ppo_metta.Workers(args, Games(args, 1, CPU, 0), CPU, starts=0)
+    try:
+        parts = workers.obs.unflatten(0, (4, 6))
+        assert (parts[:, :, :, 0] < 255).any(2).all()
+        assert not any(torch.equal(parts[i], parts[j]) for i in range(4) for j in range(i))
+    finally:
+        workers.close()
+    assert not any(process.is_alive() for process in workers.processes)
+
+
+def test_no_two_streams_have_one_seed(monkeypatch) -> None:
+    seeds = set()
+    for rank in range(3):
+        monkeypatch.setattr(ppo_metta, "RANK", rank)
+        streams = np.ndindex(5, 3, 4, 2)
+        seeds |= {ppo_metta.games_seed(*map(int, which)) for which in streams}
+    assert len(seeds) == 3 * 5 * 3 * 4 * 2 and max(seeds) < ppo_metta.EVAL_SEED
+
+
+def test_a_resumed_run_does_not_begin_its_streams_again(run, monkeypatch) -> None:
+    asked, seed_of = [], ppo_metta.games_seed
+    monkeypatch.setattr(ppo_metta, "games_seed", lambda *a: asked.append((a, seed_of(*a))) or asked[-1][1])
+    flags = dict(vec_env="subproc", num_workers=0)
+    _, folder = run(**flags)
+    for start in (1, 2):
+        del asked[:]
+        run(resume=str(folder), total_timesteps=384 * (4 + start), **flags)
+        assert {given for given, _ in asked} == {(1, start)} and asked[0][1] != 1
+
+
+def test_a_worker_that_fails_says_why_in_one_line(run, monkeypatch, capsys) -> None:
+    pipe, child_pipe = torch.multiprocessing.Pipe()
+    args = resolve(Args(**QUICK), CPU)
+    with ppo_metta.process_restored():
+        ppo_metta.work(args, 0, [1], child_pipe, [torch.zeros(1)] * 7)  # no games: that raises
+    lost = object.__new__(ppo_metta.Workers)
+    lost.pipes, lost.processes = [pipe], [types.SimpleNamespace(pid=1)]
+    monkeypatch.setattr(ppo_metta, "make_envs", lambda *_: lost.wait(1))
+    with pytest.raises(SystemExit) as error:
+        run()
+    said = capsys.readouterr().err
+    assert error.value.code == 1 and said.count("\n") == 1
+    assert "worker 0 (process 1) failed: ValueError num_games 0" in said
 
 
 # ------------------------------------------------------------------------------------------------ several ranks
@@ -499,8 +799,7 @@ drawn = iter(range(steps))
 ppo_metta.sample = lambda logits, generator: action[next(drawn), mine]
 ppo_metta.Games = Recorded
 ppo_metta.evaluate = lambda *given: {}
-size = steps * lanes // RANKS
-flags = dict(batch_size=size, minibatch_size=size, bptt_horizon=8, update_epochs=50, total_timesteps=steps * lanes,
+flags = dict(num_steps=steps, num_minibatches=1, bptt_horizon=8, update_epochs=50, total_timesteps=steps * lanes,
              num_envs=1, hidden_size=16, video=False, threads=1, run_dir=sys.argv[1], run_name=sys.argv[2],
              device="cpu", anneal_lr=False, log_every=1e-3)
 main(Args(**flags))
@@ -520,34 +819,133 @@ def test_two_ranks_learn_what_one_learns(tmp_path) -> None:
         done = torchrun(ranks, str(tmp_path / "one_rollout.py"), str(tmp_path), str(ranks))
         assert done.returncode == 0, done.stderr
     one, two = (agent_weights(tmp_path / str(ranks)) for ranks in (1, 2))
-    assert checkpoint(tmp_path / "1")["counters"][:2] == checkpoint(tmp_path / "2")["counters"][:2] == [128, 50]
+    for ranks in ("1", "2"):
+        saved = checkpoint(tmp_path / ranks)
+        assert (saved["global_step"], saved["updates"]) == (128, 50)
     torch.testing.assert_close(one, two, atol=1e-5, rtol=0)
     for tag in ("losses/approx_kl", "losses/pg_loss", "losses/v_loss", "losses/entropy"):
         np.testing.assert_allclose(scalars(tmp_path / "1")[tag], scalars(tmp_path / "2")[tag], atol=1e-4)
 
 
 def test_ranks_play_different_games_and_one_writes(tmp_path) -> None:
-    flags = "--num-envs 4 --batch-size 384 --minibatch-size 96 --bptt-horizon 8 --hidden-size 16 --eval-episodes 6 "
+    flags = "--num-envs 4 --num-steps 16 --num-minibatches 4 --bptt-horizon 8 --hidden-size 16 --eval-episodes 6 "
     flags += f"--total-timesteps 3072 --run-dir {tmp_path} --run-name run --no-video --log-every 0.001 --device cpu"
     done = torchrun(2, "ppo_metta.py", *flags.split())
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("eval_score_mean") == 1 and "2 ranks" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["env_steps"] == 3072 and summary["replay_ratio"] == pytest.approx(1)
-    assert checkpoint(tmp_path / "run")["counters"][:2] == [3072, 16]
+    saved = checkpoint(tmp_path / "run")
+    assert (saved["global_step"], saved["updates"]) == (3072, 16)
+
+
+def start_ranks(folder: Path, script: str) -> list[subprocess.Popen]:
+    """Two ranks as torchrun would start them, but sooner."""
+    (folder / "ranks.py").write_text(script)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    common |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder)
+    command = [sys.executable, "ranks.py"]
+    return [
+        subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **streams)
+        for rank in range(2)
+    ]
+
+
+RANK_FLAGS = """
+import sys, time, torch, ppo_metta
+from ppo_metta import RANK, Args, main
+flags = dict(num_envs=2, num_steps=8, num_minibatches=2, bptt_horizon=8, hidden_size=16, video=False, device="cpu",
+             threads=1, run_name="run", log_every=0.05, eval_episodes=6)
+"""
+SAME_WEIGHTS = (
+    RANK_FLAGS
+    + """
+agents, seeds, first_obs = [], set(), []
+agent_init, rollout_init, sample = ppo_metta.Agent.__init__, ppo_metta.Rollout.__init__, ppo_metta.sample
+def keep_agent(self, *given):
+    agent_init(self, *given)
+    agents.append(self)
+def keep_obs(self, args, obs, *given):
+    first_obs.append(obs.clone())
+    rollout_init(self, args, obs, *given)
+def keep_seed(logits, generator):
+    seeds.add(generator.initial_seed())
+    return sample(logits, generator)
+ppo_metta.Agent.__init__, ppo_metta.Rollout.__init__, ppo_metta.sample = keep_agent, keep_obs, keep_seed
+stdout = sys.stdout
+summary = main(Args(max_seconds=6.0, eval_every=0.3, checkpoint_every=0.2, **flags))
+assert sys.stdout is stdout and not torch.distributed.is_initialized()
+seeds.discard(ppo_metta.EVAL_SEED)
+torch.save([agents[0].state_dict(), first_obs[0], sorted(seeds), summary["env_steps"]], f"rank{RANK}.pt")
+"""
+)
+
+
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
+def test_ranks_end_with_the_same_weights_from_games_and_noise_of_their_own(tmp_path, attempt) -> None:
+    """Time decides what they do together: when they log, how large a step is, when they end."""
+    ranks = start_ranks(tmp_path, SAME_WEIGHTS)
+    said = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    (weights, obs, seeds, steps), other = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert steps == other[3] > 500
+    assert all(torch.equal(value, other[0][name]) for name, value in weights.items())
+    assert not torch.equal(obs, other[1])
+    assert len(seeds) == len(other[2]) == 1 and seeds != other[2]
+    assert said[0][0].count("eval_score_mean") == 1 and not said[1][0]
+
+
+INTERRUPTED = (
+    RANK_FLAGS
+    + """
+def evaluate(*given):
+    print("evaluates", flush=True)
+    time.sleep(100)
+ppo_metta.evaluate = evaluate
+main(Args(eval_every=0.1, **flags))
+"""
+)
+
+
+def test_control_c_during_the_evaluation_of_one_rank_ends_all(tmp_path) -> None:
+    ranks = start_ranks(tmp_path, INTERRUPTED)
+    while "evaluates" not in ranks[0].stdout.readline():
+        pass
+    time.sleep(0.3)
+    for rank in ranks:
+        rank.send_signal(signal.SIGINT)
+    out, err = ranks[0].communicate(timeout=30)
+    assert ranks[1].communicate(timeout=30) == ("", "")
+    assert [rank.returncode for rank in ranks] == [0, 0] and not err, err
+    assert "stopped" in out and (tmp_path / "runs/run/checkpoint.pt").exists()
+
+
+def test_a_lost_rank_ends_the_others_with_one_line_and_a_checkpoint(tmp_path) -> None:
+    ranks = start_ranks(tmp_path, RANK_FLAGS + "main(Args(**flags))")
+    while "SPS" not in ranks[0].stdout.readline():
+        pass
+    ranks[1].kill()
+    err = ranks[0].communicate(timeout=30)[1]
+    assert ranks[0].returncode == 1 and err.count("\n") == 1 and "rank 0 has lost another one" in err, err
+    assert (tmp_path / "runs/run/checkpoint.pt").exists()
+    ranks[1].communicate()
 
 
 # ------------------------------------------------------------------------------------------------ switches
 
 
-def test_bf16_is_close_to_fp32(run, monkeypatch) -> None:
-    exact = run(run_name="exact")[1]
+def test_bf16_moves_the_weights_as_fp32_does(run, monkeypatch) -> None:
+    first = agent_weights(run(run_name="first", update_epochs=0)[1])
+    exact = agent_weights(run(run_name="exact")[1]) - first
     monkeypatch.setattr(ppo_metta, "pick_precision", lambda *_: torch.bfloat16)
     summary, folder = run(run_name="half")
-    assert summary["precision"] == "bfloat16"
-    new, old = agent_weights(folder), agent_weights(exact)
-    assert not torch.equal(new, old)
-    torch.testing.assert_close(new, old, atol=2e-2, rtol=0)
+    half = agent_weights(folder) - first
+    assert summary["precision"] == "bfloat16" and not torch.equal(half, exact)
+    assert exact.norm() > 0.1 and (half - exact).norm() < 0.5 * exact.norm()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are active on CUDA")
@@ -567,9 +965,36 @@ def test_compiled_learns_what_eager_learns(run) -> None:
     torch.testing.assert_close(agent_weights(fast), agent_weights(eager), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("flags", [{}, {"grad_accumulation": 2}], ids=str)
+def test_the_loop_compiles_nothing_that_the_warm_up_has_not(run, monkeypatch, flags) -> None:
+    """Also nothing backward, which PyTorch compiles at its first use."""
+    counts, write = [], SummaryWriter.add_scalar
+
+    def compilations() -> tuple[int, int]:
+        counters = torch._dynamo.utils.counters
+        return counters["stats"]["unique_graphs"], counters["inductor"]["fxgraph_cache_miss"] + (
+            counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_bypass"]
+        )
+
+    def counting(writer, tag, *given):
+        if tag in ("perf/warmup_s", "charts/SPS"):
+            counts.append(compilations())
+        return write(writer, tag, *given)
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", counting)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run(compile=True, rnn="lstm", log_every=1e9, **flags)
+    assert len(counts) == 2 and counts[0][0] > 0 and counts[0][1] > 0
+    assert counts[0] == counts[1]
+
+
 def test_sdpa_says_which_kernel_runs(run, capsys) -> None:
     assert run(network="token-attention", sdpa="math")[0]["sdpa"] == "math"
-    assert "as written out" in capsys.readouterr().out
+    assert "attention runs in math" in capsys.readouterr().out
+    run(network="token-attention", sdpa="cudnn", run_name="other", device="cpu")
+    assert "--sdpa cudnn: does not run here; attention runs in math" in capsys.readouterr().out
 
 
 def heads(summary: dict, folder: Path) -> list[float]:
@@ -577,7 +1002,7 @@ def heads(summary: dict, folder: Path) -> list[float]:
 
 
 def updates(summary: dict, folder: Path) -> int:
-    return checkpoint(folder)["counters"][1]
+    return checkpoint(folder)["updates"]
 
 
 FLAGS = {  # another value than QUICK's, and where it shows
@@ -589,14 +1014,13 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "size": (30, lambda s, f: checkpoint(f)["games.grid"].shape),
     "agents": (12, lambda s, f: checkpoint(f)["obs"].shape),
     "num_envs": (8, lambda s, f: checkpoint(f)["obs"].shape),
-    "action_repeat": (2, lambda s, f: s["replay_ratio"]),
     "network": ("box-cnn", lambda s, f: "agent.encoder.convs.0.weight" in checkpoint(f)),
     "rnn": ("gru", lambda s, f: checkpoint(f)["agent.rnn.weight_ih_l0"].shape),
     "hidden_size": (24, lambda s, f: checkpoint(f)["agent.heads.weight"].shape),
     "learning_rate": (1e-2, heads),
     "anneal_lr": (False, lambda s, f: round(scalars(f)["losses/learning_rate"][-1], 6)),
-    "batch_size": (768, lambda s, f: checkpoint(f)["agent.encoder.bias"].tolist()),
-    "minibatch_size": (192, updates),
+    "num_steps": (32, lambda s, f: checkpoint(f)["agent.encoder.bias"].tolist()),
+    "num_minibatches": (2, updates),
     "bptt_horizon": (4, heads),
     "update_epochs": (2, updates),
     "gamma": (0.5, heads),
@@ -616,7 +1040,6 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "eval_every": (0.005, lambda s, f: len(scalars(f)["eval/score_mean"]) > 1),
     "eval_episodes": (12, lambda s, f: s["eval_episodes"]),
     "video": (True, lambda s, f: (f / "videos" / "metta.gif").exists()),
-    "profile": (True, lambda s, f: (f / "profile.json").exists()),
 }
 ELSEWHERE = {  # have a test of their own
     "easy", "rewards", "reward_scale", "device", "max_seconds", "run_dir", "preset", "env_config", "vec_env",
@@ -642,51 +1065,70 @@ def test_no_flag_is_without_a_test() -> None:
 @pytest.mark.parametrize("flag", FLAGS)
 def test_every_flag_changes_what_it_says(run, plain, flag) -> None:
     value, look = FLAGS[flag]
-    sizes = {"instances": 768, "agents": 768, "num_envs": 768, "env_id": 512}
-    more = {"batch_size": sizes[flag], "minibatch_size": 64} if flag in sizes else {}
-    assert look(*run(**more | {flag: value})) != look(*plain)
+    assert look(*run(**{flag: value})) != look(*plain)
 
 
-@pytest.mark.parametrize("preset", ["original", "ultra-fast"])
+METTA_SIZES = {"original": (64, 16_384, 512, 64, 1), "ultra-fast": (512, 262_144, 32_768, 32, 8)}
+
+
+@pytest.mark.parametrize("preset", METTA_SIZES)
 def test_presets_have_mettas_sizes_and_flags_override_them(preset) -> None:
-    args = resolve(Args(device="cpu", preset=preset), CPU)
-    sizes = args.num_envs, args.batch_size, args.minibatch_size, args.bptt_horizon, args.async_factor
-    expected = (64, 16_384, 512, 64, 1) if preset == "original" else (512, 262_144, 32_768, 32, 8)
-    assert sizes == expected and args.env_id == "MettaNavigation-v0"
-    assert ppo_metta.with_sizes(args, 4 * args.num_envs, 1000) == args
-    assert resolve(Args(device="cpu", preset=preset, learning_rate=1.0), CPU).learning_rate == 1.0
+    args = resolve(ppo_metta.parse(["--device", "cpu", "--preset", preset]), CPU)
+    assert args.env_id == "MettaNavigation-v0" and args.preset == preset and args.learning_rate == 3e-4
+    batch_size = args.num_envs * 4 * args.num_steps
+    sizes = batch_size, batch_size // args.num_minibatches, args.bptt_horizon, args.async_factor
+    assert (args.num_envs, *sizes) == METTA_SIZES[preset]
+    assert ppo_metta.parse([f"--preset={preset}", "--learning-rate", "1"]).learning_rate == 1
+
+
+@pytest.mark.parametrize("game, agents, max_steps", [("MettaArena-v0", 6, 1000), ("mettagrid", 8, 256)])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_work_with_any_game(preset, game, agents, max_steps) -> None:
+    args = resolve(ppo_metta.parse(["--device", "cpu", "--preset", preset, "--env-id", game]), CPU)
+    check_sizes(args, agents * args.num_envs, max_steps)
+
+
+def test_help_shows_the_defaults_of_a_preset(capsys) -> None:
+    for preset, rate in (("default", "0.003"), ("ultra-fast", "0.0003")):
+        with pytest.raises(SystemExit):
+            ppo_metta.parse(["--preset", preset, "--help"])
+        said = capsys.readouterr().out
+        assert rate in said[said.index("--learning-rate") :][:200]
 
 
 @pytest.mark.parametrize(
     "cores, flags, workers, threads",
     [
         (1, {}, 1, 1), (2, {}, 1, 1), (12, {}, 4, 8), (48, {}, 16, 8), (96, {}, 32, 8), (7, {"num_envs": 30}, 3, 4),
-        (8, {"num_envs": 2}, 1, 7), (32, {"preset": "ultra-fast"}, 16, 8), (7, {"preset": "ultra-fast"}, 2, 5),
-        (64, {"preset": "original"}, 1, 8), (2, {"num_workers": 2}, 2, 1), (4, {"vec_env": "device"}, 2, 4),
+        (8, {"num_envs": 2}, 1, 7), (32, {"num_envs": 512, "async_factor": 8}, 16, 8),
+        (64, {"num_workers": 1}, 1, 8), (2, {"num_workers": 2}, 2, 1), (4, {"vec_env": "device"}, 2, 4),
     ],
 )  # fmt: skip
 def test_workers_divide_the_games_and_leave_cores_on_any_machine(monkeypatch, cores, flags, workers, threads) -> None:
     monkeypatch.setattr(ppo_metta, "CORES", cores)
-    monkeypatch.setitem(ppo_metta.PRESETS["default"]["both"], "num_workers", cores)
     args = resolve(Args(**{"device": "cpu", "vec_env": "subproc"} | flags), CPU)
     assert (args.num_workers, args.threads) == (workers, threads)
 
 
+@pytest.mark.parametrize("flags, workers, threads", [({}, 2, 4), ({"vec_env": "subproc"}, 2, 2)])
+def test_ranks_share_the_cores_of_a_machine(monkeypatch, flags, workers, threads) -> None:
+    monkeypatch.setattr(ppo_metta, "CORES", 16)
+    monkeypatch.setattr(ppo_metta, "LOCAL_RANKS", 4)
+    args = resolve(Args(device="cpu", **flags), CPU)
+    assert (args.num_workers, args.threads) == (workers, threads)
+    monkeypatch.setattr(ppo_metta, "LOCAL_RANKS", 99)
+    assert resolve(Args(device="cpu"), CPU).threads == 1
+
+
 def test_defaults_follow_the_game_unless_a_flag_or_preset_says_otherwise() -> None:
-    games = None, "MettaArena-v0", "MettaNavigation-v0", "mettagrid"
+    games = "MettaArena-v0", "MettaNavigation-v0", "mettagrid"
     chosen = [resolve(Args(device="cpu", env_id=game), CPU) for game in games]
-    assert [args.gamma for args in chosen] == [0.97, 0.97, 0.95, 0.9]
-    assert [args.num_envs for args in chosen] == [128, 128, 128, 32]
+    assert [args.gamma for args in chosen] == [0.97, 0.95, 0.9]
+    assert [args.num_envs for args in chosen] == [128, 128, 32]
+    assert [args.vec_env for args in chosen] == ["device", "device", "subproc"]
+    assert [args.ent_coef for args in chosen] == [0.005, 0.005, 0.001]
     assert resolve(Args(device="cpu", env_id="mettagrid", num_envs=64), CPU).num_envs == 64
-    assert resolve(Args(device="cpu", env_id="mettagrid", preset="original"), CPU).gamma == 0.99
-
-
-def test_default_sizes_follow_the_number_of_agents() -> None:
-    for num_envs, agents, parts in ((256, 6, 1), (7, 4, 1), (192, 8, 2)):
-        args = resolve(Args(device="cpu", num_envs=num_envs, grad_accumulation=parts), CPU)
-        args = ppo_metta.with_sizes(args, agents * num_envs, 1000)
-        assert args.batch_size == num_envs * agents * args.bptt_horizon
-        assert args.batch_size / args.minibatch_size in (14, 16)
+    assert resolve(dataclasses.replace(PRESETS["original"], env_id="mettagrid"), CPU).gamma == 0.99
 
 
 def test_rules_reach_the_games() -> None:
@@ -701,9 +1143,10 @@ def test_rules_reach_the_games() -> None:
 @pytest.mark.games
 @REAL
 def test_the_real_mettagrid_learns_in_workers_and_here(run, capsys) -> None:
-    flags = dict(env_id="mettagrid", num_envs=4, batch_size=32 * 16, minibatch_size=128, async_factor=2)
+    flags = dict(env_id="mettagrid", num_envs=4)
     for workers in (0, 2):
-        summary, folder = run(num_workers=workers, **flags | {"total_timesteps": 32 * 16 * 20, "video": workers == 0})
+        flags |= {"run_name": str(workers), "video": workers == 0}
+        summary, folder = run(num_workers=workers, **flags | {"total_timesteps": 32 * 16 * 20})
         assert summary["env_steps"] == 32 * 16 * 20 and checkpoint(folder)["agent.heads.bias"].shape == (6,)
         assert scalars(folder)["charts/score"][-1] > 0 and max(scalars(folder)["charts/episodic_length"]) <= 256
     assert "was written" in capsys.readouterr().out
@@ -711,6 +1154,42 @@ def test_the_real_mettagrid_learns_in_workers_and_here(run, capsys) -> None:
         run(env_config="nowhere:nothing", **flags)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "nowhere" in said
+
+
+@pytest.mark.games
+@REAL
+def test_episodes_of_the_real_mettagrid_are_counted_once() -> None:
+    games = Games(resolve(Args(**QUICK | {"env_id": "mettagrid"}), CPU), 2, CPU, 0)
+    returns, length, expected = torch.zeros(16), torch.zeros(16), torch.zeros(4)
+    torch.manual_seed(0)
+    for _ in range(600):
+        _, reward, terminated, truncated, info = games.step(torch.randint(games.num_actions, (16,)))
+        returns, length = returns + reward, length + 1
+        for lane in (terminated | truncated).nonzero().flatten().tolist():
+            assert info["hearts"][lane] == returns[lane]
+            expected += torch.tensor([1, returns[lane], length[lane], returns[lane]])
+            returns[lane] = length[lane] = 0
+    assert torch.equal(games.read_finished(), expected) and expected[0] > 16 and expected[1] > 0
+    assert not games.read_finished().any()
+
+
+@pytest.mark.games
+@REAL
+@pytest.mark.parametrize("what", ["no limit", "raises", "wants more", "is none"])
+def test_a_configuration_that_cannot_work_is_one_line(monkeypatch, capsys, what) -> None:
+    from envs.real_mettagrid import mines_and_altars
+
+    def broken():
+        raise KeyError("ore")
+
+    configs = {"raises": broken, "wants more": lambda agents: None, "is none": 3}
+    config = configs.get(what, lambda: mines_and_altars(max_steps=0))
+    monkeypatch.setitem(sys.modules, "strange", types.SimpleNamespace(config=config))
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"env_id": "mettagrid", "env_config": "strange:config"}))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "--env-config strange:config" in said, said
+    assert what != "no limit" or "has no step limit" in said
 
 
 def test_the_real_mettagrid_missing_is_one_line(run, monkeypatch, capsys) -> None:
@@ -729,22 +1208,23 @@ def test_summary_and_tensorboard(run) -> None:
     assert json.loads((folder / "summary.json").read_text()) == summary
     expected = "script device precision compiled cudagraph sdpa env_steps wall_seconds env_steps_per_second "
     expected += "updates_per_second samples_per_second replay_ratio rollout_fraction train_fraction peak_memory_gib "
-    expected += "eval_score_mean eval_score_median eval_score_max eval_episodes torch git_commit"
-    assert set(expected.split()) <= set(summary)
+    expected += "eval_score_mean eval_score_median eval_score_max eval_episodes"
+    assert set(expected.split()) == set(summary)
     assert json.loads((folder / "args.json").read_text())["num_envs"] == 4
     assert summary["replay_ratio"] == 1
     assert summary["rollout_fraction"] + summary["train_fraction"] == pytest.approx(1)
     expected = "charts/SPS charts/score charts/episodic_return charts/episodic_length charts/updates_per_second "
     expected += "charts/samples_per_second charts/replay_ratio losses/pg_loss losses/v_loss losses/entropy "
-    expected += "losses/approx_kl losses/clipfrac losses/explained_variance losses/skipped_updates eval/score_mean "
+    expected += "losses/approx_kl losses/clipfrac losses/explained_variance eval/score_mean "
     expected += "perf/act_ms perf/env_ms perf/store_ms perf/learn_ms perf/log_ms perf/rollout_fraction perf/warmup_s"
     assert set(expected.split()) <= set(scalars(folder))
 
 
-def test_denormal_numbers_are_flushed(run) -> None:
-    torch.set_flush_denormal(False)
+def test_denormal_numbers_are_flushed_while_it_runs(run, monkeypatch) -> None:
+    products, gae_of = [], ppo_metta.gae
+    monkeypatch.setattr(ppo_metta, "gae", lambda *a: products.append(torch.tensor([1e-39]) * 0.5) or gae_of(*a))
     run()
-    assert (torch.tensor([1e-39]) * 0.5).item() == 0
+    assert max(products) == 0 and (torch.tensor([1e-39]) * 0.5).item() > 0
 
 
 def test_evaluation_does_not_count_into_speed(run, monkeypatch) -> None:
@@ -753,6 +1233,96 @@ def test_evaluation_does_not_count_into_speed(run, monkeypatch) -> None:
     monkeypatch.setattr(ppo_metta, "evaluate", lambda *a: time.sleep(0.3) or evaluate(*a))
     summary, _ = run(eval_every=1e-6)
     assert summary["env_steps_per_second"] > fast / 3 and summary["wall_seconds"] > 1
+
+
+def test_what_an_evaluation_takes_is_no_part_of_the_next_interval(run, monkeypatch) -> None:
+    times, evaluate = [], ppo_metta.evaluate
+
+    def slow(*given):
+        times.append(time.perf_counter())
+        time.sleep(0.3)
+        scores = evaluate(*given)
+        times.append(time.perf_counter())
+        return scores
+
+    monkeypatch.setattr(ppo_metta, "evaluate", slow)
+    run(eval_every=0.2, total_timesteps=None, max_seconds=2.0)
+    pauses = [start - end for end, start in zip(times[1:-2:2], times[2:-2:2])]  # without the final one
+    assert pauses and min(pauses) > 0.19
+
+
+def test_what_must_not_be_lost_is_written_before_the_evaluation(run, monkeypatch, tmp_path) -> None:
+    def broken(*given):
+        raise MemoryError
+
+    monkeypatch.setattr(ppo_metta, "evaluate", broken)
+    with pytest.raises(MemoryError):
+        run()
+    assert load(tmp_path / "run")["global_step"] == 384 * 4
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["env_steps"] == 384 * 4
+
+
+def test_control_c_ends_the_final_evaluation_at_once(run, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(ppo_metta, "evaluate", lambda *_: signal.raise_signal(signal.SIGINT) or time.sleep(60))
+    summary, folder = run()
+    assert "eval_score_mean" not in summary and json.loads((folder / "summary.json").read_text()) == summary
+    assert "stopped; " in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(run, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(ppo_metta, "GIF_FRAMES", 3)
+    summary, folder = run(video=True)
+    with Image.open(folder / "videos" / "metta.gif") as gif:
+        assert gif.n_frames == 3
+    shutil.rmtree(folder / "videos")
+    (folder / "videos").write_text("a file")
+    summary = main(Args(**QUICK | {"evaluate": str(folder), "video": True}))
+    assert "--video: " in capsys.readouterr().out and "eval_score_mean" in summary
+
+
+def test_a_run_leaves_nothing_behind_in_its_process(run) -> None:
+    def process() -> list:
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        denormal = (torch.tensor([1e-39]) * 0.5).item() > 0
+        threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+        return [*handlers, denormal, threads, precision, sys.stdout, torch.multiprocessing.active_children()]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    before = process()
+    run(vec_env="subproc", num_workers=1)
+    assert process() == before and before[2]
+    torch.set_num_threads(threads)
+
+
+WITHOUT_UNIX = """
+import os, signal, sys
+for name in ("resource", "fcntl", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+for module, name in ((os, "sysconf"), (os, "sched_getaffinity"), (os, "fork"), (signal, "pthread_sigmask")):
+    if hasattr(module, name):
+        delattr(module, name)
+import ppo_metta
+flags = dict(num_envs=2, num_steps=8, num_minibatches=2, bptt_horizon=8, hidden_size=16, video=False, device="cpu")
+summary = ppo_metta.main(ppo_metta.Args(threads=1, total_timesteps=192, eval_episodes=6, **flags))
+assert summary["peak_memory_gib"] is None and summary["env_steps"] == 192
+"""
+
+
+def test_it_runs_where_there_is_nothing_of_unix(tmp_path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WITHOUT_UNIX]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_name_that_exists_is_refused(run, capsys) -> None:
+    _, folder = run()
+    before = (folder / "checkpoint.pt").read_bytes(), (folder / "args.json").read_text()
+    with pytest.raises(SystemExit) as error:
+        run(seed=2)
+    assert error.value.code == 2 and "--run-name run" in capsys.readouterr().err
+    assert before == ((folder / "checkpoint.pt").read_bytes(), (folder / "args.json").read_text())
 
 
 def test_checkpoints_on_the_way(run, monkeypatch) -> None:
@@ -771,33 +1341,41 @@ def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> No
     assert "\033[H" in capsys.readouterr().out
 
 
+def test_control_c_ends_render_at_once(run, monkeypatch, capsys) -> None:
+    _, folder = run()
+    pauses = iter([lambda: signal.raise_signal(signal.SIGINT)])
+    monkeypatch.setattr(time, "sleep", lambda _: next(pauses)())
+    assert main(Args(**QUICK | {"evaluate": str(folder), "render": True})) == {}
+    assert capsys.readouterr().out.count("\033[H") == 1
+
+
 def test_the_command_line_takes_over_the_flags_of_a_checkpoint(run, monkeypatch) -> None:
     _, folder = run()
     monkeypatch.setattr(sys, "argv", ["ppo_metta.py", "--resume", str(folder), "--total-timesteps", "4000"])
     args = ppo_metta.parse()
-    assert (args.bptt_horizon, args.total_timesteps, args.resume) == (8, 4000, str(folder))
+    assert (args.bptt_horizon, args.total_timesteps, args.resume) == (8, 4000, str(folder / "checkpoint.pt"))
 
 
 def test_a_copied_script_runs_alone(tmp_path) -> None:
     shutil.copytree(ROOT / "envs", tmp_path / "envs")
     shutil.copy(ROOT / "ppo_metta.py", tmp_path / "mine.py")
-    command = "mine.py --max-seconds 4 --eval-episodes 6 --device cpu --num-envs 16 --batch-size 3072 --hidden-size 16 "
-    command += "--minibatch-size 1536 --no-video --threads 1"
+    command = "mine.py --max-seconds 4 --eval-episodes 6 --device cpu --num-envs 16 --hidden-size 16 "
+    command += "--num-minibatches 2 --no-video --threads 1"
     done = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.glob("runs/mine__1__*/summary.json")) and "--evaluate runs/mine__1__" in done.stdout
 
 
-@pytest.mark.parametrize("vec_env", ["device", "subproc"])
-def test_control_c_saves_and_exits_0(tmp_path, vec_env) -> None:
+@pytest.mark.parametrize("vec_env, number", [("device", signal.SIGINT), ("subproc", signal.SIGTERM)])
+def test_a_signal_to_all_processes_saves_and_exits_0(tmp_path, vec_env, number) -> None:
     command = [sys.executable, "ppo_metta.py", "--run-dir", str(tmp_path), "--run-name", "run", "--device", "cpu"]
-    command += f"--num-envs 16 --batch-size 3072 --minibatch-size 1536 --threads 1 --vec-env {vec_env}".split()
+    command += f"--num-envs 16 --num-minibatches 2 --threads 1 --vec-env {vec_env}".split()
     command += "--num-workers 2 --log-every 0.1".split()
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, **streams) as process:
         while "SPS" not in process.stdout.readline():
             pass
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: workers too
+        os.killpg(process.pid, number)  # as terminals and batch systems do it: workers too
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and not err, err
     assert f"--resume {tmp_path / 'run'}" in out and (tmp_path / "run/checkpoint.pt").exists()
@@ -807,20 +1385,22 @@ def test_control_c_saves_and_exits_0(tmp_path, vec_env) -> None:
 
 
 BAD = [
-    *({name: 0} for name in "num_envs batch_size minibatch_size hidden_size threads bptt_horizon log_every".split()),
-    *({name: 0} for name in "grad_accumulation action_repeat async_factor".split()),
-    *({name: -1} for name in "total_timesteps max_seconds num_envs batch_size eval_every num_workers seed".split()),
+    *({name: 0} for name in "num_envs num_steps num_minibatches hidden_size threads bptt_horizon log_every".split()),
+    *({name: 0} for name in "grad_accumulation async_factor eval_episodes".split()),
+    *({name: -1} for name in "total_timesteps max_seconds num_envs num_steps eval_every num_workers seed".split()),
     *({name: 0.0} for name in "learning_rate target_kl max_grad_norm vf_coef".split()),
     *({name: 1.5} for name in "gamma gae_lambda prio_beta0".split()),
     {"learning_rate": math.nan}, {"ent_coef": math.inf}, {"learning_rate": -1e-3},
-    {"batch_size": 400}, {"minibatch_size": 100}, {"minibatch_size": 72},
-    {"batch_size": 24 * 104}, {"num_workers": 5, "vec_env": "subproc"}, {"size": 5}, {"instances": 5}, {"agents": 900},
-    {"num_envs": 4, "num_workers": 3, "vec_env": "subproc"}, {"env_config": "a:b"},
+    {"seed": 2**31}, {"threads": 257}, {"eval_episodes": 100_001}, {"num_workers": 1025}, {"num_envs": 10**9},
+    {"bptt_horizon": 5}, {"num_minibatches": 5}, {"num_minibatches": 96}, {"num_steps": 104},
+    {"num_workers": 5, "vec_env": "subproc"}, {"size": 5}, {"instances": 5}, {"agents": 900},
+    {"num_envs": 4, "num_workers": 3, "vec_env": "subproc"}, {"env_config": "a:b"}, {"env_config": ""},
     {"vec_env": "device", "env_id": "mettagrid"}, {"render": True},
     {"bf16": True, "fp16": True}, {"compile_mode": "max-autotune", "cudagraph": True, "compile": True},
     {"hidden_size": 30, "network": "token-attention"},
-    {"minibatch_size": 96, "grad_accumulation": 5},
+    {"grad_accumulation": 5}, {"grad_accumulation": 96},
     {"resume": "nowhere"}, {"evaluate": "nowhere"}, {"resume": "latest"}, {"run_dir": "/proc/nowhere"},
+    {"resume": ""}, {"evaluate": ""}, {"resume": "a", "evaluate": "b"},
     pytest.param({"device": "cuda"}, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs no CUDA")),
 ]  # fmt: skip
 
@@ -836,31 +1416,60 @@ def test_bad_values_are_refused_in_one_line(flags, tmp_path, capsys) -> None:
 
 
 def test_a_preset_that_does_not_fit_in_memory_says_what_would(monkeypatch, capsys) -> None:
-    args = resolve(Args(preset="ultra-fast", device="cpu"), CPU)
+    args = resolve(PRESETS["ultra-fast"], CPU)
     obs = torch.zeros(2048, 200, 3, dtype=torch.uint8)
-    args = with_sizes(args, len(obs), 1000)
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 25_600, "SC_PAGE_SIZE": 4096}.get)  # 100 MiB
     with pytest.raises(SystemExit) as error:
         Rollout(args, obs, 0, CPU)
     said = capsys.readouterr().err
     assert error.value.code == 2 and said.endswith(
-        "--batch-size 262144: would take 0.2 GiB and there are 0.1; at most 131072 works\n"
+        "--num-steps 128: would take 0.2 GiB and there are 0.1; at most 64 works\n"
     ), said
-    Rollout(with_sizes(dataclasses.replace(args, batch_size=131_072), len(obs), 1000), obs, 0, CPU)
+    Rollout(dataclasses.replace(args, num_steps=64), obs, 0, CPU)
 
 
-def test_sizes_that_do_not_divide_name_the_nearest_that_does(tmp_path, capsys) -> None:
-    for flags, works in (({"batch_size": 400}, "384 works"), ({"minibatch_size": 100}, "96 works")):
-        with pytest.raises(SystemExit):
-            main(Args(**QUICK | {"run_dir": str(tmp_path)} | flags))
-        assert works in capsys.readouterr().err
+@pytest.mark.parametrize("flag, value", [("num_envs", 4000), ("eval_episodes", 50_000)])
+def test_games_that_do_not_fit_in_memory_are_refused_before_training(
+    tmp_path, monkeypatch, capsys, flag, value
+) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 25_600, "SC_PAGE_SIZE": 4096}.get)  # 100 MiB
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"run_dir": str(tmp_path), flag: value}))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and f"--{flag.replace('_', '-')} {value}: would take" in said and "works" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "flags, agents, max_steps, works",
+    [
+        (dict(num_steps=72), 24, 100, "--num-steps 64 works"),
+        (dict(num_minibatches=100), 24, 100, "--num-minibatches 48 works"),
+        (dict(num_steps=128), 24, 100, "--num-steps 96 works"),
+        (dict(num_steps=32, bptt_horizon=32), 24, 10, "--num-steps 10 --bptt-horizon 10 works"),
+        (dict(num_steps=32, bptt_horizon=32, num_minibatches=16), 6, 100, "--num-minibatches 6 works"),
+        (dict(grad_accumulation=2, num_minibatches=48), 24, 100, "--num-minibatches 24 works"),
+        (dict(grad_accumulation=9), 24, 100, "--grad-accumulation 9: must divide the 48 segments"),
+    ],
+)
+def test_sizes_that_do_not_divide_name_those_that_do(capsys, flags, agents, max_steps, works) -> None:
+    args = Args(**QUICK | {"bptt_horizon": 32 if "num_steps" in flags else 8} | flags)
+    with pytest.raises(SystemExit):
+        check_sizes(args, agents, max_steps)
+    said = capsys.readouterr().err
+    assert works in said and said.count("\n") == 1, said
+    if works.endswith("works"):
+        words = works.removesuffix(" works").split()
+        right = {words[i][2:].replace("-", "_"): int(words[i + 1]) for i in range(0, len(words), 2)}
+        args = dataclasses.replace(args, **{"num_minibatches": 1} | right if "num_steps" in right else right)
+        check_sizes(args, agents, max_steps)
 
 
 @pytest.mark.parametrize("flag", ["resume", "evaluate"])
 def test_broken_and_foreign_checkpoints_are_refused(run, capsys, tmp_path, monkeypatch, flag) -> None:
     monkeypatch.chdir(tmp_path)
     _, folder = run()
-    torch.save({"script": "dqn_snake"}, "foreign.pt")
+    torch.save({"script": "dqn_snake", "args": {}}, "foreign.pt")
     Path("truncated.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:5000])
     for name in ("foreign.pt", "truncated.pt"):
         capsys.readouterr()
@@ -904,12 +1513,16 @@ GPU_FLAGS = [
 @CUDA
 @pytest.mark.parametrize("flags", GPU_FLAGS, ids=str)
 def test_graphs_learn_what_eager_learns(run, flags) -> None:
-    """Also catches numbers frozen at capture: step size, entropy bonus and row of the rollout change."""
-    _, eager = run(run_name="eager", **flags | {"device": "cuda"})
-    summary, graphs = run(run_name="graphs", cudagraph=True, **flags | {"device": "cuda"})
+    """Also catches numbers frozen at capture: step size, entropy bonus and row of the rollout change much here."""
+    flags = dict(device="cuda", total_timesteps=384 * 12, ent_coef=0.3, end_ent_coef=0.0, vf_coef=2.0) | flags
+    first = agent_weights(run(run_name="first", update_epochs=0, **flags)[1])
+    summary, graphs = run(run_name="graphs", cudagraph=True, **flags)
     assert summary["cudagraph"]
+    eager = run(run_name="eager", **flags)[1]
     assert torch.equal(checkpoint(eager)["generator"], checkpoint(graphs)["generator"])
-    torch.testing.assert_close(agent_weights(graphs), agent_weights(eager), atol=2e-2, rtol=2e-2)
+    moved, difference = agent_weights(eager) - first, agent_weights(graphs) - agent_weights(eager)
+    # Each of these alone moves the weights otherwise by more than what half precision does.
+    assert moved.norm() > 0.3 and difference.norm() < 0.05 * moved.norm()
 
 
 @pytest.mark.gpu
