@@ -1074,7 +1074,7 @@ REAL = "--env-id mettagrid --vec-env subproc"
 
 
 def metta_args(flags: str, device: str) -> ppo_metta.Args:
-    return ppo_metta.resolve(tyro.cli(ppo_metta.Args, args=shlex.split(flags)), torch.device(device))
+    return ppo_metta.resolve(ppo_metta.parse(shlex.split(flags)), torch.device(device))
 
 
 def scripted_hearts(flags: str, agent_episodes: int) -> float:
@@ -1215,18 +1215,12 @@ def metta_agent(args: ppo_metta.Args, device: torch.device) -> tuple[ppo_metta.A
 
 def metta_network(args: ppo_metta.Args, games: ppo_metta.Games, device: torch.device) -> ppo_metta.Agent:
     """The network of a run, untrained."""
-    sdpa = None
-    if args.network == "token-attention":
-        masked = device.type == "cuda" and args.sdpa in ("auto", "flash")  # flash takes no padding mask there
-        dtype = ppo_metta.pick_precision(args.bf16, args.fp16, args.tf32, device)
-        sdpa = ppo_metta.pick_sdpa("efficient" if masked else args.sdpa, dtype, device)
-    return ppo_metta.Agent(args, games, sdpa, device)
+    return ppo_metta.Agent(args, games, device)
 
 
 def rollout_sizes(args: ppo_metta.Args, num_agents: int) -> tuple[int, int]:
     """Steps of a rollout, and agent steps of a minibatch, of a run with so many agents."""
-    args = ppo_metta.with_sizes(args, num_agents, sys.maxsize)
-    return args.batch_size // num_agents, args.minibatch_size
+    return args.num_steps, args.num_steps * num_agents // args.num_minibatches
 
 
 def metta_mflops(variants: list[str], device: str) -> list[float]:

@@ -31,10 +31,6 @@ from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-# Before PyTorch loads: idle OpenMP threads sleep soon. By default they spin, and with one other busy process on two
-# cores the run then makes a third of its steps (benchmarks.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -168,7 +164,7 @@ class Args:
     sdpa: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """attention kernel to try first (--network token-attention)"""
     threads: int | None = None
-    """CPU threads (None: all cores that workers and other ranks leave, 8 at most)"""
+    """CPU threads (None: all cores that workers and other ranks leave, 8 at most; fewer where programs are busy)"""
 
     # Input and output
     log_every: float = 5.0
@@ -296,7 +292,7 @@ def resolve(args: Args, device: torch.device) -> Args:
         args = replace(args, num_workers=workers)
     if args.threads is None:  # all threads wait for one whose core a worker has
         busy = args.num_workers if args.vec_env == "subproc" else 0
-        args = replace(args, threads=min(max(cores - busy, 1), 8))
+        args = replace(args, threads=pick_threads(max(cores - busy, 1)))
     parts = args.num_workers * args.async_factor
     if args.vec_env == "subproc" and parts:
         if args.num_workers > args.num_envs:
@@ -1013,6 +1009,31 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def matmul_rate(threads: int) -> float:
+    """Matrix products per second on so many threads, over 0.2 s: some turns of the scheduler."""
+    torch.set_num_threads(threads)
+    x, products, started = torch.ones(256, 256), 0, time.perf_counter()
+    while time.perf_counter() < started + 0.2:
+        torch.relu_(x @ x)
+        products += 1
+    return products / (time.perf_counter() - started)
+
+
+def pick_threads(cores: int) -> int:
+    """A thread for each core, 8 at most, or fewer where fewer are faster: when other programs are busy here.
+
+    Threads wait for the slowest of them, spinning. Beside one busy process on two cores, two make 2,900 steps/s and
+    one 5,200 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
+    """
+    most = min(cores, 8)
+    rates = {threads: matmul_rate(threads) for threads in sorted({most, max(most - 1, 1), max(most // 2, 1), 1})}
+    best = max(rates, key=rates.get)
+    if rates[best] < 1.1 * rates[most]:
+        return most
+    say(f"other programs are busy here: {best} of {most} threads are faster (--threads decides)")
+    return best
+
+
 def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> torch.dtype:
     """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
     if device.type == "cuda":
@@ -1252,43 +1273,26 @@ def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
 
 
-def difference(saved: Any, expected: Any, name: str = "it") -> str | None:
-    """The first place in which `saved`, which was loaded, is not built as `expected` is; None if there is none.
-
-    Names, types, lengths, dtypes and shapes must be the same, tensors dense, on the CPU and finite, whole numbers not
-    negative.
-    """
-    kinds = [dict if isinstance(value, dict) else type(value) for value in (saved, expected)]
-    if kinds[0] is not kinds[1]:
-        return f"{name} is of type {kinds[0].__name__}, not {kinds[1].__name__}"
-    if isinstance(expected, torch.Tensor):
-        if saved.layout != torch.strided or saved.device.type != "cpu":
-            return f"{name} is not dense"
-        if saved.dtype != expected.dtype or saved.shape != expected.shape:
-            return f"{name} is {saved.dtype} {list(saved.shape)}, not {expected.dtype} {list(expected.shape)}"
-        if saved.is_floating_point() and not saved.isfinite().all():
-            return f"{name} is not finite"
-    elif isinstance(expected, dict):
-        if set(saved) != set(expected):
-            return f"{name} has other parts: {', '.join(sorted(str(key) for key in set(saved) ^ set(expected))[:5])}"
-        parts = (difference(saved[key], expected[key], f"{name}.{key}".removeprefix("it.")) for key in expected)
-        return next(filter(None, parts), None)
-    elif isinstance(expected, (list, tuple)):
-        if len(saved) != len(expected):
-            return f"{name} has {len(saved)} parts, not {len(expected)}"
-        parts = (difference(*pair, f"{name}.{number}") for number, pair in enumerate(zip(saved, expected)))
-        return next(filter(None, parts), None)
-    elif type(saved) in (int, float) and not (math.isfinite(saved) and (saved >= 0 or type(saved) is float)):
-        return f"{name} is {saved}"
-    return None
+def structure(value: Any) -> Any:
+    """Names, types, dtypes and shapes of what was saved; None for what no run saves, such as NaN or sparse tensors."""
+    if isinstance(value, dict):
+        return {name: structure(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [structure(part) for part in value]
+    if isinstance(value, torch.Tensor):
+        is_dense = value.layout == torch.strided
+        is_finite = is_dense and (not value.is_floating_point() or bool(value.isfinite().all()))
+        return (value.dtype, value.shape) if is_finite else None
+    if type(value) in (int, float) and not -math.inf < value < math.inf or type(value) is int and value < 0:
+        return None
+    return type(value)
 
 
 def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
-    """Refuse a checkpoint whose parts are not built as `expected`; `flags` are those that decide it."""
+    """Refuse a checkpoint with parts that are not built as `expected`; `flags` are those that decide it."""
     for name, part in expected.items():
-        reason = difference(saved[name], part, name) if name in saved else f"there is no {name}"
-        if reason:
-            refuse(f"{asked}: does not fit ({reason}); {flags} must be as they were")
+        if name not in saved or structure(saved[name]) != structure(part):
+            refuse(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
 def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
@@ -1417,6 +1421,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             "agent": agent.state_dict(),
             "optimizer": optimizer.state_dict()["state"],
             "scaler": scaler.state_dict(),
+            "device": device.type,
             "generator": generator.get_state(),
             "starts": starts,
             "global_step": global_step,
@@ -1442,9 +1447,9 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             expected["optimizer"] = adam_state(weights)
         if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
             del expected["scaler"]
-        same_device = getattr(saved.get("generator"), "shape", None) == expected["generator"].shape
+        same_device = saved.get("device") == device.type
         if not same_device:
-            del expected["generator"]
+            del expected["device"], expected["generator"]
         refuse_if_different(asked, saved, expected, f"{SHAPES}, --instances, --size, --agents and --num-envs")
         try:
             if same_device:
@@ -1453,6 +1458,12 @@ def run(args: Args, cleanup: ExitStack) -> dict:
                 envs.games.load_state_dict(saved["games"])
         except (RuntimeError, ValueError) as error:
             refuse(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
+        global_step = saved["global_step"]
+        updates = saved["updates"]
+        seconds_before = saved["elapsed"]
+        if max(global_step / (args.total_timesteps or math.inf), seconds_before / (args.max_seconds or math.inf)) >= 1:
+            over = f"its run is over after {global_step:,} steps and {seconds_before:.0f} s"
+            refuse(f"{asked}: {over}; a larger --total-timesteps or --max-seconds works")
         if load_envs and is_main:
             obs.copy_(saved["obs"])
             state.copy_(saved["state"])
@@ -1467,9 +1478,6 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             say("the random numbers begin anew: those of the checkpoint are of another kind of device")
         if not load_envs:
             say("the games start anew: only those of the embedded arena in this process are in a checkpoint")
-        global_step = saved["global_step"]
-        updates = saved["updates"]
-        seconds_before = saved["elapsed"]
 
     folder = writer = None  # of the first rank, the only one that writes
     if args.resume is not None:
@@ -1716,7 +1724,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         now, stopped = pulse()
         last = dict.fromkeys(("log", "eval", "checkpoint"), now)
         if is_main:
-            writer.add_scalar("perf/warmup_s", time.perf_counter() - started, global_step)
+            write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
         watch.mark()
         while progress() < 1 and not stopped:
             # 1 act and step, 2 store: what a part of the games does meanwhile is received when its turn comes again
@@ -1825,6 +1833,8 @@ def parse(command_line: list[str] | None = None) -> Args:
         return args
     path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
     flags = saved_flags(f"--{flag}", name, saved["args"])
+    if args.total_timesteps is not None or args.max_seconds is not None:
+        flags |= {"total_timesteps": None, "max_seconds": None}  # a new limit takes the place of the old ones
     args = tyro.cli(Args, args=command_line, default=Args(**flags), description=__doc__)
     if args.preset != flags["preset"]:
         refuse(f"--preset {args.preset}: --{flag} takes the flags of that run, of --preset {flags['preset']}")

@@ -996,7 +996,7 @@ def test_sb3_s_ppo_learns_in_the_arena(rule_book) -> None:
 
 
 def test_sb3_in_the_arena_has_our_loss_of_our_network() -> None:
-    flags = "--rnn none --num-envs 2 --bptt-horizon 8 --minibatch-size 96 --hidden-size 16"
+    flags = "--rnn none --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 1 --hidden-size 16"
     args = benchmark.metta_args(flags, "cpu")
     games = benchmark.sb3_lanes(args, False, CPU)
     model = benchmark.sb3_arena_agent(flags, games, 1, "cpu")
@@ -1069,4 +1069,4 @@ def test_what_ppo_learns_stands_beside_players_that_do_not(arena, monkeypatch) -
     assert cells(text)[f"`{benchmark.REAL}`"][:5] == ["5.00 · 6.00", "5.50", "0.50", "–", "–"]
     json.dumps(raw)
     for flags in arena:
-        ppo_metta.tyro.cli(ppo_metta.Args, args=flags.split())
+        ppo_metta.parse(flags.split())

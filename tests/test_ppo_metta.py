@@ -654,7 +654,7 @@ def test_a_checkpoint_of_other_games_is_refused(tmp_path, trained, capsys, flags
 
 def test_a_checkpoint_of_another_device_begins_new_random_numbers(tmp_path, trained, capsys) -> None:
     saved = torch.load(trained, weights_only=True)
-    saved["generator"] = torch.zeros(16, dtype=torch.uint8)  # as CUDA's
+    saved |= {"device": "cuda", "generator": torch.zeros(16, dtype=torch.uint8)}
     torch.save(saved, tmp_path / "checkpoint.pt")
     main(Args(**QUICK | {"resume": str(tmp_path)}))
     assert "random numbers begin anew" in capsys.readouterr().out and load(tmp_path)["global_step"] == 384 * 4
