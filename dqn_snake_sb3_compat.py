@@ -1401,7 +1401,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             with suppress(ImportError, RuntimeError):  # without NVML
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
         write_scalars(writer, scalars, global_step)
-        line = f"{progress():4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}"
+        line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}"
         line += f"  epsilon {epsilon:.3f}  return {returned:7.1f}  score {score:5.1f}"
         say(line, end="\r" if sys.stdout.isatty() else "\n")
         if not math.isfinite(loss):

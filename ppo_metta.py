@@ -1571,7 +1571,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
         if is_main:
             write_scalars(writer, scalars, global_step)
-        line = f"{progress():4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.1f}"
+        line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.1f}"
         line += f"  entropy {scalars.get('losses/entropy', math.nan):4.2f}  kl {scalars.get('losses/approx_kl', 0):.4f}"
         line += f"  return {scalars.get('charts/episodic_return', math.nan):6.2f}"
         line += f"  hearts {scalars.get('charts/score', math.nan):5.2f}"

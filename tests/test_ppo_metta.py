@@ -573,11 +573,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch,
     assert (got["global_step"], got["updates"]) == (whole["global_step"], whole["updates"])
 
 
-def test_elapsed_time_is_part_of_the_budget_after_a_resume(run) -> None:
-    _, folder = run(total_timesteps=None, max_seconds=2)
-    step = checkpoint(folder)["global_step"]
-    run(total_timesteps=None, max_seconds=2, resume=str(folder))
-    assert checkpoint(folder)["global_step"] == step
+def test_a_run_that_is_over_says_so_and_leaves_its_summary_alone(run, capsys) -> None:
+    _, folder = run()
+    before = (folder / "summary.json").read_text()
+    saved = load(folder)
+    saved["elapsed"] = 1000.0
+    torch.save(saved, folder / "checkpoint.pt")
+    with pytest.raises(SystemExit) as error:
+        run(resume=str(folder), total_timesteps=None, max_seconds=999.0)
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and "its run is over after" in said
+    assert (folder / "summary.json").read_text() == before
 
 
 def resized(name: str, *where: str):
