@@ -1518,16 +1518,23 @@ GPU_FLAGS = [
 @pytest.mark.gpu
 @CUDA
 @pytest.mark.parametrize("flags", GPU_FLAGS, ids=str)
-def test_graphs_learn_what_eager_learns(run, flags) -> None:
-    """Also catches numbers frozen at capture: step size, entropy bonus and row of the rollout change much here."""
-    flags = dict(device="cuda", total_timesteps=384 * 12, ent_coef=0.3, end_ent_coef=0.0, vf_coef=2.0) | flags
+def test_graphs_learn_what_eager_learns(run, monkeypatch, flags) -> None:
+    """Also catches numbers frozen at capture. A step size or entropy bonus that stays, or no value loss, moves the
+    weights 15 to 74 % of their way elsewhere with these flags and heads; half precision is compared with itself."""
+    init = Agent.__init__
+
+    def with_large_heads(self, *given):
+        init(self, *given)
+        torch.nn.init.orthogonal_(self.heads.weight, 2)
+
+    monkeypatch.setattr(Agent, "__init__", with_large_heads)
+    flags = dict(device="cuda", total_timesteps=384 * 8, ent_coef=5.0, end_ent_coef=0.0, vf_coef=1.0) | flags
     first = agent_weights(run(run_name="first", update_epochs=0, **flags)[1])
     summary, graphs = run(run_name="graphs", cudagraph=True, **flags)
     assert summary["cudagraph"]
     eager = run(run_name="eager", **flags)[1]
     assert torch.equal(checkpoint(eager)["generator"], checkpoint(graphs)["generator"])
     moved, difference = agent_weights(eager) - first, agent_weights(graphs) - agent_weights(eager)
-    # Each of these alone moves the weights otherwise by more than what half precision does.
     assert moved.norm() > 0.3 and difference.norm() < 0.05 * moved.norm()
 
 
