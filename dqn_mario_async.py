@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice, pairwise
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -1176,7 +1176,7 @@ def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
     """The flags of a checkpoint's run, but for those that name files or say what to do: they are the user's alone."""
 
     def is_a(value: Any, hint: Any) -> bool:
-        if isinstance(hint, types.UnionType):
+        if get_origin(hint) in (Union, types.UnionType):
             return any(is_a(value, part) for part in get_args(hint))
         if get_origin(hint) is Literal:
             return type(value) in (str, int) and value in get_args(hint)
@@ -1256,7 +1256,9 @@ def main(args: Args) -> dict:
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
     q_network = QNetwork(args, device)
     if args.evaluate is not None:
-        return show(q_network, args, device)
+        with interrupts.at_once():
+            return show(q_network, args, device)
+        return {}
 
     # --- what a run is made of ------------------------------------------------------------------------------------
     target_network = QNetwork(args, device).requires_grad_(False)

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count, islice, pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -793,7 +793,7 @@ def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
     """The flags of a checkpoint's run, but for those that name files or say what to do: they are the user's alone."""
 
     def is_a(value: Any, hint: Any) -> bool:
-        if isinstance(hint, types.UnionType):
+        if get_origin(hint) in (Union, types.UnionType):
             return any(is_a(value, part) for part in get_args(hint))
         if get_origin(hint) is Literal:
             return type(value) in (str, int) and value in get_args(hint)
@@ -873,7 +873,9 @@ def main(args: Args) -> dict:
     refuse_if_too_large("--num-envs", args.num_envs, 12 * math.prod(rules_of(args).board) + 100, device)
     q_network = QNetwork(args, device)
     if args.evaluate is not None:
-        return show(q_network, args, device)
+        with interrupts.at_once():
+            return show(q_network, args, device)
+        return {}
 
     sdpa = None
     if args.network == "attention":
@@ -1030,7 +1032,8 @@ def main(args: Args) -> dict:
             with suppress(ImportError, RuntimeError):  # without NVML
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
         write_scalars(writer, scalars, global_step)
-        line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}"
+        line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
+        line += f"  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}"
         line += f"  epsilon {epsilon:.3f}  score {score:5.1f}  greedy {scores.get('eval_score_mean', math.nan):5.1f}"
         say(line, end="\r" if sys.stdout.isatty() else "\n")
         if not math.isfinite(loss):

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -1257,7 +1257,7 @@ def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
     """The flags of a checkpoint's run, but for those that name files or say what to do: they are the user's alone."""
 
     def is_a(value: Any, hint: Any) -> bool:
-        if isinstance(hint, types.UnionType):
+        if get_origin(hint) in (Union, types.UnionType):
             return any(is_a(value, part) for part in get_args(hint))
         if get_origin(hint) is Literal:
             return type(value) in (str, int) and value in get_args(hint)
@@ -1571,7 +1571,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
         if is_main:
             write_scalars(writer, scalars, global_step)
-        line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.1f}"
+        line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
+        line += f"  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.1f}"
         line += f"  entropy {scalars.get('losses/entropy', math.nan):4.2f}  kl {scalars.get('losses/approx_kl', 0):.4f}"
         line += f"  return {scalars.get('charts/episodic_return', math.nan):6.2f}"
         line += f"  hearts {scalars.get('charts/score', math.nan):5.2f}"

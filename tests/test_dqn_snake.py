@@ -812,6 +812,19 @@ def test_an_interrupt_ends_an_evaluation_at_once(run, monkeypatch, capsys, numbe
     assert f"--resume {folder}" in capsys.readouterr().out
 
 
+def test_control_c_ends_evaluate_and_render(run, monkeypatch) -> None:
+    _, folder = run()
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(dqn_snake, "evaluate", interrupted)
+    monkeypatch.setattr(dqn_snake, "play", interrupted)
+    for render in (False, True):
+        assert main(Args(**QUICK | {"evaluate": str(folder), "render": render})) == {}
+
+
 def test_output_that_nobody_reads_stops_and_saves(tmp_path) -> None:
     command = (
         f"{sys.executable} dqn_snake.py --run-dir {tmp_path} --run-name run --threads 1 --log-every 0.2 | head -n 1"

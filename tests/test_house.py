@@ -78,7 +78,7 @@ sys.argv = sys.argv[1:]
 sys.path.insert(0, "")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-    flags = f"--total-timesteps 300 --eval-episodes 2 --threads 1 --run-dir {tmp_path} --run-name run --num-envs 2"
+    flags = f"--total-timesteps 300 --eval-episodes 2 --threads 1 --run-dir {tmp_path} --run-name run --num-envs 8"
     command = [sys.executable, "-c", hidden, script, *flags.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -1112,6 +1112,7 @@ def test_help_shows_the_defaults_of_a_preset(capsys) -> None:
 )  # fmt: skip
 def test_workers_divide_the_games_and_leave_cores_on_any_machine(monkeypatch, cores, flags, workers, threads) -> None:
     monkeypatch.setattr(ppo_metta, "CORES", cores)
+    monkeypatch.setattr(ppo_metta, "matmul_rate", float)  # nothing else is busy
     args = resolve(Args(**{"device": "cpu", "vec_env": "subproc"} | flags), CPU)
     assert (args.num_workers, args.threads) == (workers, threads)
 
@@ -1120,6 +1121,7 @@ def test_workers_divide_the_games_and_leave_cores_on_any_machine(monkeypatch, co
 def test_ranks_share_the_cores_of_a_machine(monkeypatch, flags, workers, threads) -> None:
     monkeypatch.setattr(ppo_metta, "CORES", 16)
     monkeypatch.setattr(ppo_metta, "LOCAL_RANKS", 4)
+    monkeypatch.setattr(ppo_metta, "matmul_rate", float)  # nothing else is busy
     args = resolve(Args(device="cpu", **flags), CPU)
     assert (args.num_workers, args.threads) == (workers, threads)
     monkeypatch.setattr(ppo_metta, "LOCAL_RANKS", 99)
