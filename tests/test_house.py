@@ -25,7 +25,9 @@ SCRIPTS = {
     "ppo_metta.py": ppo_metta,
     "dqn_mario_async.py": dqn_mario_async,
 }
-SHARED = "refuse say refuse_if_too_large pick_device matmul_rate pick_threads pick_precision compiled Graphed "
+SHARED = (
+    "refuse say refuse_if_too_large pick_device matmul_rate pick_threads bf16_speedup pick_precision compiled Graphed "
+)
 SHARED += "Stopwatch Interrupts process_restored make_run_folder write_json write_scalars save_checkpoint "
 SHARED += "load_checkpoint saved_flags structure refuse_if_different peak_memory_gib is_out_of_memory"
 
@@ -99,7 +101,7 @@ def test_every_command_that_is_shown_is_understood(page: str) -> None:
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     command = "pip install -r requirements-dev.txt -r requirements-games.txt && "
     command += "pip install --no-deps gym-super-mario-bros==7.4.0 && ruff check && ruff format --check && "
-    command += "python -m pytest"
+    command += "python -m pytest -n auto"
     assert command in (ROOT / "README.md").read_text()
     assert command in (ROOT / ".ci" / "run").read_text().replace(" --quiet", "")
 
