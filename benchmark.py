@@ -665,17 +665,18 @@ def beside_busy(work: Callable[[], dict]) -> dict:
 def table_busy(options: Options, device: torch.device) -> tuple[str, dict]:
     """Steps per second end to end on a quiet machine and beside one process that keeps a core busy, in turn.
 
-    The scripts count their threads at the start: where other programs are busy, they take fewer.
+    These two scripts take all cores by default, and fewer where they find them busy at the start; the others take one.
     """
     cores, calls = torch.get_num_threads(), {}
-    for script in DEFAULTS[:1] if options.fast else DEFAULTS:
+    scripts = ["dqn_snake.py", "ppo_metta.py"]
+    for script in scripts[:1] if options.fast else scripts:
         for name, more in (("default", ""), ("all threads", f"--threads {cores}")):
             flags = f"{QUICK} --max-seconds {5 if options.fast else 10} {more}".strip()
             once = partial(run, flags, options, script)
             calls[f"{script}, {name}, quiet"] = once
             calls[f"{script}, {name}, busy"] = partial(beside_busy, once)
     measured, rows = in_turn(options, calls), []
-    for script in DEFAULTS:
+    for script in scripts:
         if f"{script}, default, busy" in measured:
             names = "default, quiet", "default, busy", "all threads, quiet", "all threads, busy"
             rates = [column(measured[f"{script}, {name}"], "env_steps_per_second") for name in names]

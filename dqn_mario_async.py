@@ -1266,6 +1266,9 @@ def main(args: Args) -> dict:
             return show(q_network, args, device)
         return {}
 
+    if not args.bf16 and device.type == "cpu" and bf16_speedup() > 1.2:
+        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
+
     # --- what a run is made of ------------------------------------------------------------------------------------
     target_network = QNetwork(args, device).requires_grad_(False)
     target_network.load_state_dict(q_network.state_dict())

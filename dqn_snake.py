@@ -558,8 +558,8 @@ def matmul_rate(threads: int) -> float:
 def pick_threads(cores: int) -> int:
     """A thread for each core, 8 at most, or fewer where fewer are faster: when other programs are busy here.
 
-    Threads wait for the slowest of them, spinning. Beside one busy process on two cores, two make 2,900 steps/s and
-    one 5,200 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
+    Threads wait for the slowest of them, spinning. Beside one busy process on two cores, two make 3,300 steps/s and
+    one 5,700 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
     """
     most = min(cores, 8)
     rates = {threads: matmul_rate(threads) for threads in sorted({most, max(most - 1, 1), max(most // 2, 1), 1})}
@@ -888,6 +888,9 @@ def main(args: Args) -> dict:
         sdpa = q_network.trunk.layer1.kernel(dtype, device)
         asked = "" if args.sdpa in ("auto", sdpa.split("_")[0]) else f"--sdpa {args.sdpa}: does not run here; "
         say(f"{asked}attention runs in {sdpa}")
+
+    if not args.bf16 and device.type == "cpu" and bf16_speedup() > 1.2:
+        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
 
     # --- what a run is made of ------------------------------------------------------------------------------------
     target_network = QNetwork(args, device).requires_grad_(False)

@@ -1385,6 +1385,9 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         except RuntimeError as error:
             raise RankLost(f"rank {RANK} does not find the others ({str(error).splitlines()[0][:120]})") from None
 
+    if not args.bf16 and args.rnn != "none" and device.type == "cpu" and bf16_speedup() > 1.2:
+        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
+
     # --- what a run is made of ------------------------------------------------------------------------------------
     envs = cleanup.enter_context(closing(make_envs(args, device, example, starts)))
     obs = envs.obs.to(device, copy=True)  # what each lane acts on next

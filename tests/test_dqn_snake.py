@@ -559,6 +559,13 @@ def test_bf16_asks_the_hardware(capsys) -> None:
     assert (dtype == torch.bfloat16 and said == "") or re.fullmatch(r"--bf16: matmuls take \d+ times .*\n", said)
 
 
+@pytest.mark.parametrize("speedup, bf16, says", [(2.0, False, True), (1.0, False, False), (2.0, True, False)])
+def test_a_run_says_where_bf16_would_be_faster(run, monkeypatch, capsys, speedup, bf16, says) -> None:
+    monkeypatch.setattr(dqn_snake, "bf16_speedup", lambda: speedup)
+    run(bf16=bf16, total_timesteps=240)
+    assert ("--bf16 learns faster here" in capsys.readouterr().out) == says
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are active on CUDA")
 @pytest.mark.parametrize("flag", ["fp16", "tf32", "cudagraph"])
 def test_switches_that_cannot_be_active_say_so_in_one_line(run, capsys, flag) -> None:
