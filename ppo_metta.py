@@ -1022,8 +1022,8 @@ def matmul_rate(threads: int) -> float:
 def pick_threads(cores: int) -> int:
     """A thread for each core, 8 at most, or fewer where fewer are faster: when other programs are busy here.
 
-    Threads wait for the slowest of them, spinning. Beside one busy process on two cores, two make 2,900 steps/s and
-    one 5,200 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
+    Threads wait for the slowest of them, spinning. Beside one busy process on two cores, two make 3,300 steps/s and
+    one 5,700 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
     """
     most = min(cores, 8)
     rates = {threads: matmul_rate(threads) for threads in sorted({most, max(most - 1, 1), max(most // 2, 1), 1})}

@@ -25,10 +25,8 @@ SCRIPTS = {
     "ppo_metta.py": ppo_metta,
     "dqn_mario_async.py": dqn_mario_async,
 }
-SHARED = (
-    "refuse say refuse_if_too_large pick_device matmul_rate pick_threads bf16_speedup pick_precision compiled Graphed "
-)
-SHARED += "Stopwatch Interrupts process_restored make_run_folder write_json write_scalars save_checkpoint "
+SHARED = "refuse say refuse_if_too_large pick_device matmul_rate pick_threads bf16_speedup pick_precision compiled "
+SHARED += "Graphed Stopwatch Interrupts process_restored make_run_folder write_json write_scalars save_checkpoint "
 SHARED += "load_checkpoint saved_flags structure refuse_if_different peak_memory_gib is_out_of_memory"
 
 

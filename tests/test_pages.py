@@ -256,24 +256,22 @@ def machine_figures() -> list[str]:
     bf16, busy = results("bf16"), results("busy")
     assert "AMD EPYC" in bf16["hardware"]
 
-    def times(script: str, share: str | None) -> str:
+    def times(script: str, learning: bool = True) -> str:
         rates = []
         for case in (f"{script} --bf16", script):
             runs = bf16["runs"][case]
-            rates.append(
-                [one["samples_per_second"] / one[share] if share else one["env_steps_per_second"] for one in runs]
-            )
+            learned = [one["samples_per_second"] / one["train_fraction"] for one in runs]
+            rates.append(learned if learning else [one["env_steps_per_second"] for one in runs])
         return f"{statistics.median(benchmark.ratios(*rates)):.2f}"
 
-    snake, arena, mario = (
-        times(script, "train_fraction") for script in ("dqn_snake.py", "ppo_metta.py", "dqn_mario_async.py")
-    )
+    snake, arena, mario = (times(script) for script in ("dqn_snake.py", "ppo_metta.py", "dqn_mario_async.py"))
     default, all_threads = (
         hundreds(median(busy["runs"][f"dqn_snake.py, {name}, busy"])) for name in ("default", "all threads")
     )
     return [
-        f"`--bf16` learns from {snake} times as many transitions per second in Snake, {arena} in the arena and {mario} in",
-        f"the SB3-compatible script makes {times('dqn_snake_sb3_compat.py', None)} times the steps with it",
+        f"`--bf16` learns from {snake} times as many transitions per second in Snake, {arena} in the arena and {mario} "
+        "in Mario",
+        f"the SB3-compatible script makes {times('dqn_snake_sb3_compat.py', learning=False)} times the steps with it",
         f"Beside one busy process on two cores Snake makes {default} steps per second, "
         f"where two threads would make {all_threads}",
     ]
