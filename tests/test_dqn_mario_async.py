@@ -1301,7 +1301,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path, value", BROKEN, ids=str)
+@pytest.mark.parametrize("path, value", BROKEN, ids=[f"{path}-{n}" for n, (path, _) in enumerate(BROKEN)])
 def test_what_is_loaded_is_checked_before_anything_is_changed(whole, tmp_path, capsys, path, value) -> None:
     """A broken checkpoint beside its run: one line, and nothing in the folder is another."""
 
