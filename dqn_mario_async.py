@@ -1266,9 +1266,6 @@ def main(args: Args) -> dict:
             return show(q_network, args, device)
         return {}
 
-    if not args.bf16 and device.type == "cpu" and bf16_speedup() > 1.2:
-        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
-
     # --- what a run is made of ------------------------------------------------------------------------------------
     target_network = QNetwork(args, device).requires_grad_(False)
     target_network.load_state_dict(q_network.state_dict())
@@ -1383,6 +1380,8 @@ def main(args: Args) -> dict:
     threads = f"cpu, {torch.get_num_threads()} threads"
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     say(f"{folder} on {device_name} in {precision}")
+    if not args.bf16 and device.type == "cpu" and bf16_speedup() > 1.2:
+        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
     if args.num_collectors > CORES:
         say(f"--num-collectors {args.num_collectors}: there are {CORES} cores, so they and the learner take turns")
     if not ORDERED:

@@ -889,9 +889,6 @@ def main(args: Args) -> dict:
         asked = "" if args.sdpa in ("auto", sdpa.split("_")[0]) else f"--sdpa {args.sdpa}: does not run here; "
         say(f"{asked}attention runs in {sdpa}")
 
-    if not args.bf16 and device.type == "cpu" and bf16_speedup() > 1.2:
-        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
-
     # --- what a run is made of ------------------------------------------------------------------------------------
     target_network = QNetwork(args, device).requires_grad_(False)
     target_network.load_state_dict(q_network.state_dict())
@@ -999,6 +996,8 @@ def main(args: Args) -> dict:
     threads = f"cpu, {torch.get_num_threads()} threads"
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     say(f"{folder} on {device_name} in {precision}")
+    if not args.bf16 and device.type == "cpu" and bf16_speedup() > 1.2:
+        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
     every = f"every {args.batch_size / args.replay_ratio:g} steps (replay ratio {args.replay_ratio:g})"
     learns = f"an update on {args.batch_size} of the last {replay.rows * args.num_envs:,} transitions"
     say(f"{args.num_envs} games; {every} {learns}; learning rate {args.learning_rate:.2g}, tau {args.tau:.2g}")

@@ -1385,9 +1385,6 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         except RuntimeError as error:
             raise RankLost(f"rank {RANK} does not find the others ({str(error).splitlines()[0][:120]})") from None
 
-    if not args.bf16 and args.rnn != "none" and device.type == "cpu" and bf16_speedup() > 1.2:
-        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
-
     # --- what a run is made of ------------------------------------------------------------------------------------
     envs = cleanup.enter_context(closing(make_envs(args, device, example, starts)))
     obs = envs.obs.to(device, copy=True)  # what each lane acts on next
@@ -1518,6 +1515,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     where = f"in {args.num_workers} workers, {envs.groups} parts in flight" if isinstance(envs, Workers) else "here"
     learns = f"{args.update_epochs} x {args.num_minibatches} updates on {mb_segments} segments of {args.bptt_horizon}"
     say(f"{folder} on {device_name} in {precision}{in_ranks}")
+    if not args.bf16 and args.rnn != "none" and device.type == "cpu" and bf16_speedup() > 1.2:
+        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
     say(f"{lanes} agents {where}; rollouts of {num_steps} steps, {learns} (replay ratio {args.update_epochs}); "
         f"{sum(weight.numel() for weight in weights):,} weights")  # fmt: skip
 
