@@ -609,6 +609,10 @@ POLICIES = {  # by features extractor and policy class
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}  # of its options, those that are on in PyTorch
 
 
+class UnsupportedZip(ValueError):
+    """A zip of SB3's DQN with hyperparameters that have no flag here."""
+
+
 def read_sb3(path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Flags, counters and state_dicts in a zip of SB3's DQN; refuses one that cannot be gone on with here.
 
@@ -629,7 +633,7 @@ def read_sb3(path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
         return sb3_flags(data, saved["policy.optimizer"]), sb3_counters(data), saved
     except FileNotFoundError:
         refuse(f"--import-sb3 {path}: there is no such file; a zip written by stable_baselines3's DQN works")
-    except NotImplementedError as error:
+    except UnsupportedZip as error:
         refuse(f"--import-sb3 {path}: cannot be gone on with: {error}")
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
@@ -647,19 +651,19 @@ def pickled_words(entry: dict[str, str]) -> list[str | int]:
 
 
 def sb3_flags(data: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Flags that say what a zip's hyperparameters say. NotImplementedError, with the reason, where none does."""
+    """Flags that say what a zip's hyperparameters say. UnsupportedZip, with the reason, where none does."""
 
     def number(name: str, value: Any, *kinds: type) -> int | float:
         if type(value) not in kinds:
             text = value.get(":type:") if isinstance(value, dict) else value
             kind = " or ".join(kind.__name__ for kind in kinds)
-            raise NotImplementedError(f"its {name} is {str(text)[:60]}; only a plain {kind} works here")
+            raise UnsupportedZip(f"its {name} is {str(text)[:60]}; only a plain {kind} works here")
         return value
 
     def demand(name: str, found: Any, *works: Any) -> None:
         if found not in works:
             only = " or ".join(str(value) for value in works)
-            raise NotImplementedError(f"its {name} is {str(found)[:60]}; only {only} works here")
+            raise UnsupportedZip(f"its {name} is {str(found)[:60]}; only {only} works here")
 
     hints = get_type_hints(Args)
     flags = {}
