@@ -120,7 +120,7 @@ def test_a_failed_capture_says_so_and_the_loop_goes_on(capture_fails, capsys, re
     def function() -> None:
         calls.append(1)
         if len(calls) <= 3:
-            warnings.warn("Adam's, about being capturable")
+            warnings.warn("Adam's, about being capturable", stacklevel=2)
 
     watch = dqn_snake.Stopwatch(torch.device("cpu"))
     generator = SimpleNamespace(clone_state=lambda: "fresh", graphsafe_set_state=lambda state: None)
