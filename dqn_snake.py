@@ -6,8 +6,8 @@
 
 On two CPU cores the agent eats about 38 food a game after one minute and 58 after ten (benchmarks.md).
 
-To read it: `EgocentricView` and `QNetwork` are what learns, `td_target` is what it learns, `Replay` is what from, and
-the loop in `main` is when. The rest is switches and bookkeeping.
+What to read: `QNetwork` is the network, `td_target` what it learns, `ReplayBuffer` what it learns from, and the loop
+at the end of `main` says when. The rest is switches and bookkeeping.
 """
 
 import json
@@ -18,30 +18,29 @@ import sys
 import threading
 import time
 import timeit
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import count, islice, pairwise
+from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
-from envs.snake import BODY, FOOD, HEAD, MOVES, VARIANTS, Rules, SnakeBatch, SnakeEnv
+from envs.playing import play, show_in_terminal, write_gif
+from envs.snake import HEAD, VARIANTS, Rules, SnakeBatch, SnakeEnv
+from envs.snake_view import EgocentricView
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
-GIF_FRAMES = 1_000
+CHECKPOINT_VERSION = 2
 
 
 @dataclass
@@ -62,11 +61,11 @@ class Args:
 
     # Environment
     env_id: Literal["Snake-v0", "SnakeBlocks-v0"] = "Snake-v0"
-    """rules of the game (envs/snake.py); seen as `Snake-v0` shows it either way"""
+    """rules of the game (envs/snake.py)"""
     board: str = "10x10"
     """rows x columns, 4 to 64 each"""
     num_envs: int | None = None
-    """games played side by side (None: 128 on CPU, 16384 on CUDA)"""
+    """parallel games (None: 128 on CPU, 16384 on CUDA)"""
 
     # Algorithm
     network: Literal["mlp", "attention"] = "mlp"
@@ -74,31 +73,31 @@ class Args:
     hidden_size: int | None = None
     """width of its layers (None: 512 for mlp, 64 for attention)"""
     learning_rate: float | None = None
-    """Adam's step size (None: 1e-3 at batch 256, growing with the square root of the batch size)"""
+    """Adam's learning rate (None: 1e-3 at batch size 256, growing with the square root of the batch size)"""
     anneal_lr: bool = True
-    """let the step size fall tenfold over the run, exponentially"""
+    """let the learning rate fall tenfold over the run, exponentially"""
     buffer_size: int | None = None
-    """transitions the replay holds (None: 500,000 on CPU, 2,000,000 on CUDA)"""
+    """transitions in the replay buffer (None: 500,000 on CPU, 2,000,000 on CUDA)"""
     gamma: float = 0.98
-    """discount"""
+    """discount factor"""
     double: bool = True
-    """the online network picks the action the target network judges (van Hasselt et al. 2016)"""
+    """double DQN: the online network picks the next action, the target network values it"""
     batch_size: int | None = None
     """transitions per update (None: 256 on CPU, 8192 on CUDA)"""
     replay_ratio: float = 2.0
-    """transitions learned from per environment step; the time between updates follows"""
+    """transitions learned from per environment step, which says how often an update is made"""
     learning_starts: int = 5_000
-    """transitions in the replay before learning begins"""
+    """transitions in the replay buffer before learning starts"""
     start_e: float = 1.0
-    """share of random actions at the start"""
+    """initial epsilon"""
     end_e: float = 0.002
-    """share of random actions at the end"""
+    """final epsilon"""
     exploration_fraction: float = 0.1
-    """part of the run over which it falls, linearly"""
+    """fraction of the run over which epsilon falls, linearly"""
     tau: float | None = None
-    """how far the target network moves at an update; 1 copies (None: 0.01 per 256 samples learned)"""
+    """target network update rate; 1 copies (None: 0.01 per 256 samples learned from)"""
     max_grad_norm: float = 10.0
-    """gradients are clipped to this norm"""
+    """maximum norm of the gradient"""
 
     # Speed
     bf16: bool = False
@@ -108,7 +107,7 @@ class Args:
     tf32: bool = False
     """fp32 matmuls on tensor cores (CUDA)"""
     compile: bool = False
-    """torch.compile acting and the loss"""
+    """torch.compile acting and the loss, on CUDA the games too"""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     """torch.compile's mode"""
     cudagraph: bool = False
@@ -128,7 +127,7 @@ class Args:
     checkpoint_every: float = 60.0
     """seconds between checkpoints (0: only the last)"""
     checkpoint_replay: bool = False
-    """checkpoints hold the replay too"""
+    """save the replay buffer in checkpoints too"""
     resume: str | None = None
     """continue the run of this checkpoint, run folder, or "latest", with its flags"""
     evaluate: str | None = None
@@ -142,50 +141,62 @@ class Args:
 
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-COMMAND_LINE_ONLY = {"run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"}  # never from a checkpoint
-DEFAULTS = {  # of flags that are None
-    "cpu": {"num_envs": 128, "batch_size": 256, "buffer_size": 500_000},
-    "cuda": {"num_envs": 16_384, "batch_size": 8192, "buffer_size": 2_000_000},
-}
+COMMAND_LINE_ONLY = ["run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"]  # never from a checkpoint
+FRACTIONS = ["gamma", "tau", "start_e", "end_e", "exploration_fraction"]
+ZERO_WORKS = ["seed", "learning_starts", "eval_every", "checkpoint_every", "gamma", "start_e", "end_e"]
+ZERO_WORKS += ["exploration_fraction"]
+HIGHEST = dict.fromkeys(FRACTIONS, 1) | {"seed": EVAL_SEED - 1, "threads": 256, "eval_episodes": 100_000}
 
 
-def resolve(args: Args, device: torch.device) -> Args:
-    """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
-    defaults = DEFAULTS[device.type] | {"hidden_size": 512}
+def fill_defaults(args: Args, device: torch.device) -> Args:
+    """A copy of `args` without None where a run needs a value. Flags that cannot work end the program here."""
+    args = replace(args)
+    on_cuda = device.type == "cuda"
+    if args.num_envs is None:
+        args.num_envs = 16_384 if on_cuda else 128
+    if args.batch_size is None:
+        args.batch_size = 8192 if on_cuda else 256
+    if args.buffer_size is None:
+        args.buffer_size = 2_000_000 if on_cuda else 500_000
+    if args.hidden_size is None:
+        args.hidden_size = 64 if args.network == "attention" else 512
     if args.threads is None:
-        defaults["threads"] = pick_threads(CORES)
-    if args.network == "attention":
-        defaults["hidden_size"] = 64
-    if args.total_timesteps is None:
-        defaults["max_seconds"] = 120.0
-    args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
+        args.threads = pick_threads(CORES)
+    if args.max_seconds is None and args.total_timesteps is None:
+        args.max_seconds = 120.0
+    check_ranges(args)
+    scale = args.batch_size / 256  # larger batches make fewer updates, so each goes farther
+    if args.learning_rate is None:
+        args.learning_rate = 1e-3 * math.sqrt(scale)
+    if args.tau is None:
+        args.tau = 1 - 0.99**scale
 
-    shares = {"gamma", "tau", "start_e", "end_e", "exploration_fraction"}
-    may_be_0 = {"seed", "learning_starts", "eval_every", "checkpoint_every", *shares} - {"tau"}
-    limits = dict.fromkeys(shares, 1) | {"seed": EVAL_SEED - 1, "threads": 256, "eval_episodes": 100_000}
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            highest = limits.get(name, sys.maxsize)
-            if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
-                lowest = "0 or more" if name in may_be_0 else "above 0"
-                refuse(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
-    if args.bf16 and args.fp16:
-        refuse("--bf16 --fp16: choose one of them")
-    if args.cudagraph and args.compile and args.compile_mode != "default":
-        refuse(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
-    if args.network == "attention" and args.hidden_size % AttentionLayer.HEADS:
-        refuse(f"--hidden-size {args.hidden_size}: attention needs a multiple of {AttentionLayer.HEADS}")
-    if args.render and args.evaluate is None:
-        refuse("--render: shows a trained agent, so it needs --evaluate PATH")
-    if args.resume is not None and args.evaluate is not None:
-        refuse("--resume --evaluate: choose one of them")
-    if args.num_envs > args.buffer_size:
-        refuse(f"--num-envs {args.num_envs}: one step of every game has to fit in --buffer-size {args.buffer_size}")
     rules_of(args)
+    if args.bf16 and args.fp16:
+        fail("--bf16 --fp16: choose one of them")
+    if args.cudagraph and args.compile and args.compile_mode != "default":
+        fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
+    if args.network == "attention" and args.hidden_size % AttentionLayer.HEADS:
+        fail(f"--hidden-size {args.hidden_size}: attention needs a multiple of {AttentionLayer.HEADS}")
+    if args.render and args.evaluate is None:
+        fail("--render: shows a trained agent, so it needs --evaluate PATH")
+    if args.resume is not None and args.evaluate is not None:
+        fail("--resume --evaluate: choose one of them")
+    if args.num_envs > args.buffer_size:
+        fail(f"--num-envs {args.num_envs}: one step of every game has to fit in --buffer-size {args.buffer_size}")
+    return args
 
-    batches = args.batch_size / 256  # fewer updates for the same samples: each goes farther
-    rate, tau = 1e-3 * math.sqrt(batches), 1 - 0.99**batches
-    return replace(args, learning_rate=args.learning_rate or rate, tau=args.tau or tau)
+
+def check_ranges(args: Args) -> None:
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        highest = HIGHEST.get(name, sys.maxsize)
+        zero_works = name in ZERO_WORKS
+        too_low = value < 0 or (value == 0 and not zero_works)
+        if too_low or not value <= highest:  # NaN is neither
+            lowest = "0 or more" if zero_works else "above 0"
+            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
 
 
 def rules_of(args: Args) -> Rules:
@@ -193,9 +204,10 @@ def rules_of(args: Args) -> Rules:
     try:
         if not all(side.isdecimal() for side in sides):
             raise ValueError("must be rows x columns")
-        return Rules(**VARIANTS[args.env_id] | {"board": tuple(int(side) for side in sides)})
+        board = tuple(int(side) for side in sides)
+        return Rules(**VARIANTS[args.env_id] | {"board": board, "observation": "codes"})
     except ValueError as error:
-        refuse(f"--board {args.board}: {error}; 10x10 works")
+        fail(f"--board {args.board}: {error}; 10x10 works")
 
 
 def make_envs(args: Args, num_envs: int, device: torch.device, seed: int) -> SnakeBatch:
@@ -206,178 +218,132 @@ def make_envs(args: Args, num_envs: int, device: torch.device, seed: int) -> Sna
 # ---------------------------------------------------------------------------------------------------- networks
 
 
-class EgocentricView:
-    """The board as the snake sees it: turned so that it heads up, moved so that its head is in the middle.
-
-    It has no parameters, only tables by heading and cell of the head. From codes (B, rows, columns)
-    - `spots` makes heading, seen (B, 3, spots) and food. A spot is a cell near the head, or a block of cells; blocks
-      cover the whole board. Seen is what PLANES says of a cell, or the sum over the cells / BLOCK of a block;
-    - `cells` makes heading, code (B, cells) with directions turned, place (B, cells), head and food.
-    Heading, head (a cell) and food are (B,). Food and place number the S x S cells around the head, row by row, where
-    S = 2 * longest side - 1.
-    """
-
-    NEAR, BLOCK = 4, 3  # cells in each direction that are seen one by one; side of the blocks
-    PLANES = 2 * [[1, 0, 0]] + [[0, 1, 0], [0, 0, 1], [0, -1, 0], [0, 0, -1]] + 4 * [[0, 0, 0]]
-    # by turned code: is a cell free; does the way from a body cell to the head go ahead (1) or back, right (1) or left
-
-    def __init__(self, board: tuple[int, int], device: torch.device) -> None:
-        def grid(start: int, *ends: int) -> torch.Tensor:
-            return torch.cartesian_prod(*(torch.arange(start, end) for end in ends))
-
-        (rows, columns), self.side = board, 2 * max(board) - 1
-        self.middle = self.side**2 // 2
-        cells, ringed = grid(0, rows, columns), grid(-1, rows + 1, columns + 1)  # middles of blocks may be one off it
-        around = grid(1 - max(board), max(board), max(board))
-        near, far = around[around.abs().amax(1) <= self.NEAR], around[(around % self.BLOCK == 0).all(1)]
-        moves = torch.tensor(MOVES)
-        turn = torch.stack([-moves, moves.roll(-1, 0)], 1)  # (heading, back and right, row and column)
-
-        block = (cells[:, None] - ringed).abs().amax(2) <= self.BLOCK // 2
-        views = torch.cat([torch.eye(len(cells)), block / self.BLOCK, torch.zeros(len(cells), 1)], 1)
-
-        def look(spots: torch.Tensor, ring: int) -> torch.Tensor:
-            """(heading, head, spot) -> its column of `views`; the last is off the board."""
-            row, column = (cells[:, None] + (spots @ turn)[:, None] + ring).unbind(3)
-            inside = (row >= 0) & (row < rows + 2 * ring) & (column >= 0) & (column < columns + 2 * ring)
-            return torch.where(inside, row * (columns + 2 * ring) + column + ring * len(cells), views.shape[1] - 1)
-
-        code, heading = torch.arange(10), torch.arange(4)[:, None]
-        turned = torch.where(code < BODY, code, code - (code - BODY) % 4 + (code - BODY - heading) % 4)
-        self.num_spots = len(near) + len(far)
-        self.views, self.look = views.to(device), torch.cat([look(near, 0), look(far, 1)], 2).short().to(device)
-        self.turned, self.planes = turned.to(device), torch.tensor(self.PLANES).float()[turned].view(40, 3).to(device)
-        self.number = ((self.side * turn[:, 0] + turn[:, 1]) @ cells.T).to(device)  # (heading, cell)
-
-    def locate(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        codes = obs.flatten(1)
-        head, food = (codes >= HEAD).byte().argmax(1), (codes == FOOD).byte().argmax(1)
-        heading = codes.gather(1, head[:, None]).squeeze(1).int() - HEAD
-        start = self.middle - self.number[heading, head]
-        return codes, heading, head, start, start + self.number[heading, food]
-
-    def spots(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        codes, heading, head, _, food = self.locate(obs)
-        views = F.embedding(codes + 10 * heading[:, None], self.planes).mT @ self.views
-        return heading, views.gather(2, self.look[heading, head].long()[:, None].expand(-1, 3, -1)), food
-
-    def cells(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        codes, heading, head, start, food = self.locate(obs)
-        return heading, self.turned[heading[:, None], codes.int()], start[:, None] + self.number[heading], head, food
-
-
 class MLP(nn.Module):
-    """Two layers over the view; the food's place enters the first as a row of an embedding, not as one more plane."""
+    """Two layers over the features of the view."""
 
     def __init__(self, view: EgocentricView, width: int, device: torch.device) -> None:
         super().__init__()
-        inputs = 3 * view.num_spots
-        self.view = nn.Linear(inputs, width, device=device)
-        self.food = nn.Embedding(view.side**2, width, device=device)
-        nn.init.uniform_(self.food.weight, -(inputs**-0.5), inputs**-0.5)  # as a Linear would start such a plane
-        self.norm1, self.norm2 = (nn.LayerNorm(width, device=device) for _ in range(2))
+        num_inputs = 3 * view.num_features
+        bound = num_inputs**-0.5
+        self.features = nn.Linear(num_inputs, width, device=device)
+        self.food = nn.Embedding(view.side**2, width, device=device)  # a one-hot input, without the zeros
+        nn.init.uniform_(self.food.weight, -bound, bound)  # as a Linear layer starts
+        self.norm1 = nn.LayerNorm(width, device=device)
+        self.norm2 = nn.LayerNorm(width, device=device)
         self.hidden = nn.Linear(width, width, device=device)
 
-    def forward(self, seen: torch.Tensor, food: torch.Tensor) -> torch.Tensor:
-        x = F.relu_(self.norm1(self.view(seen.flatten(1)).add_(self.food(food))))  # in place: see benchmarks.md
+    def forward(self, features: torch.Tensor, food_position: torch.Tensor) -> torch.Tensor:
+        x = self.features(features.flatten(1))
+        x = x.add_(self.food(food_position))  # in place here and below: 4 % more updates/s (benchmarks.md)
+        x = F.relu_(self.norm1(x))
         return F.relu_(self.norm2(self.hidden(x)))
 
 
-FLASH, EFFICIENT, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
-SDPA = {  # kernels to try, in this order
-    "auto": [FLASH, EFFICIENT, CUDNN],
-    "flash": [FLASH],
-    "efficient": [EFFICIENT],
-    "cudnn": [CUDNN],
-    "math": [],
+SDPA_KERNELS = {  # by --sdpa, in the order in which PyTorch tries them; MATH always runs
+    "auto": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
+    "math": [SDPBackend.MATH],
 }
 
 
 class AttentionLayer(nn.Module):
-    """Pre-norm transformer layer: `asking` (B, some, width) look at all of x (B, tokens, width)."""
+    """Pre-norm transformer layer: `query` (B, queries, width) attends to x (B, tokens, width)."""
 
     HEADS = 4
 
     def __init__(self, width: int, sdpa: str, device: torch.device) -> None:
         super().__init__()
-        self.backends = [*SDPA[sdpa], SDPBackend.MATH]  # the last always runs
-        self.norm1, self.norm2 = (nn.LayerNorm(width, device=device) for _ in range(2))
-        self.q, self.kv, self.out, self.up, self.down = (
-            nn.Linear(*sizes, device=device)
-            for sizes in ((width, width), (width, 2 * width), (width, width), (width, 2 * width), (2 * width, width))
-        )
+        self.kernels = SDPA_KERNELS[sdpa]
+        self.norm1 = nn.LayerNorm(width, device=device)
+        self.norm2 = nn.LayerNorm(width, device=device)
+        self.q = nn.Linear(width, width, device=device)
+        self.kv = nn.Linear(width, 2 * width, device=device)
+        self.out = nn.Linear(width, width, device=device)
+        self.up = nn.Linear(width, 2 * width, device=device)
+        self.down = nn.Linear(2 * width, width, device=device)
 
     def kernel(self, dtype: torch.dtype, device: torch.device) -> str:
         """Name of the kernel that PyTorch picks here."""
         q = torch.empty(1, self.HEADS, 16, 16, dtype=dtype, device=device)
-        with sdpa_kernel(self.backends, set_priority=True):
+        with sdpa_kernel(self.kernels, set_priority=True):
             return SDPBackend(torch._fused_sdp_choice(q, q, q)).name.lower()
 
-    def forward(self, x: torch.Tensor, asking: torch.Tensor) -> torch.Tensor:
-        q = self.q(self.norm1(asking)).unflatten(2, (self.HEADS, -1)).transpose(1, 2)
+    def forward(self, x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        q = self.q(self.norm1(query)).unflatten(2, (self.HEADS, -1)).transpose(1, 2)
         k, v = self.kv(self.norm1(x)).unflatten(2, (2, self.HEADS, -1)).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(self.backends, set_priority=True):
-            mixed = F.scaled_dot_product_attention(q, k, v)
-        asking = asking + self.out(mixed.transpose(1, 2).flatten(2))
-        return asking + self.down(F.relu_(self.up(self.norm2(asking))))
+        with sdpa_kernel(self.kernels, set_priority=True):
+            attended = F.scaled_dot_product_attention(q, k, v)
+        query = query + self.out(attended.transpose(1, 2).flatten(2))
+        return query + self.down(F.relu_(self.up(self.norm2(query))))
 
 
-class Attention(nn.Module):
-    """Transformer with a token for every cell of the board: what it holds and where it lies, seen from the head.
-
-    In the second layer only the head asks, told where the food is: nothing else is read out, which takes half the time.
-    """
+class Transformer(nn.Module):
+    """A token for every cell of the board. In the second layer only the head's token queries: half the time."""
 
     def __init__(self, view: EgocentricView, width: int, sdpa: str, device: torch.device) -> None:
         super().__init__()
         self.code = nn.Embedding(10, width, device=device)
-        self.place, self.food = (nn.Embedding(view.side**2, width, device=device) for _ in range(2))
-        self.layer1, self.layer2 = (AttentionLayer(width, sdpa, device) for _ in range(2))
+        self.position = nn.Embedding(view.side**2, width, device=device)
+        self.food = nn.Embedding(view.side**2, width, device=device)
+        self.layer1 = AttentionLayer(width, sdpa, device)
+        self.layer2 = AttentionLayer(width, sdpa, device)
         self.norm = nn.LayerNorm(width, device=device)
 
-    def forward(self, code: torch.Tensor, place: torch.Tensor, head: torch.Tensor, food: torch.Tensor) -> torch.Tensor:
-        x = self.code(code) + self.place(place)
+    def forward(
+        self, codes: torch.Tensor, positions: torch.Tensor, head: torch.Tensor, food_position: torch.Tensor
+    ) -> torch.Tensor:
+        x = self.code(codes) + self.position(positions)
         x = self.layer1(x, x)
-        asking = x.gather(1, head[:, None, None].expand(-1, 1, x.shape[2])) + self.food(food)[:, None]
-        return self.norm(self.layer2(x, asking)).squeeze(1)
+        head_index = head[:, None, None].expand(-1, 1, x.shape[2])
+        query = x.gather(1, head_index) + self.food(food_position)[:, None]
+        return self.norm(self.layer2(x, query)).squeeze(1)
 
 
-SHAPES = "--network, --hidden-size, --board"  # what the shapes of its weights follow from
+SHAPE_FLAGS = "--network, --hidden-size, --board"  # those that the shapes of the weights follow from
 
 
 class QNetwork(nn.Module):
-    """Values of the four actions (B, 4), fp32, from codes (B, rows, columns): `judge(*see(obs))`.
+    """Q-values of the four actions (B, 4), fp32, from observations (B, rows, columns).
 
-    `see` has no parameters, so online and target network share what it makes of the next observations. Inside, the
-    actions are left, ahead and right; a reversal means keep going, so it is worth what ahead is worth.
+    `preprocess` has no parameters, so the online and the target network share its result. The trunk is turned with the
+    snake: its outputs are left, ahead and right. A reversal means keep going, so it is worth what ahead is worth.
     """
+
+    LEFT, AHEAD, RIGHT = 0, 1, 2
 
     def __init__(self, args: Args, device: torch.device) -> None:
         super().__init__()
-        view, width = EgocentricView(rules_of(args).board, device), args.hidden_size
+        view = EgocentricView(rules_of(args).board, device)
         if args.network == "attention":
-            self.see, self.trunk = view.cells, Attention(view, width, args.sdpa, device)
+            self.preprocess = view.tokens
+            self.trunk = Transformer(view, args.hidden_size, args.sdpa, device)
         else:
-            self.see, self.trunk = view.spots, MLP(view, width, device)
-        self.head = nn.Linear(width, 3, device=device)
-        direction, inside = torch.arange(4, device=device), torch.tensor([1, 2, 1, 0], device=device)
-        self.inside = inside[(direction - direction[:, None]) % 4]  # (heading, action) -> output of `head`
+            self.preprocess = view.features
+            self.trunk = MLP(view, args.hidden_size, device)
+        self.head = nn.Linear(args.hidden_size, 3, device=device)
+        output_of_turn = torch.tensor([self.AHEAD, self.RIGHT, self.AHEAD, self.LEFT])
+        direction = torch.arange(4)
+        turn = (direction - direction[:, None]) % 4  # (heading, action): quarter turns to the right
+        self.output_index = output_of_turn[turn].to(device)
 
-    def judge(self, heading: torch.Tensor, *seen: torch.Tensor) -> torch.Tensor:
-        return self.head(self.trunk(*seen)).float().gather(1, self.inside[heading])
+    def q_values(self, heading: torch.Tensor, *features: torch.Tensor) -> torch.Tensor:
+        outputs = self.head(self.trunk(*features)).float()
+        return outputs.gather(1, self.output_index[heading])
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return self.judge(*self.see(obs))
+        return self.q_values(*self.preprocess(obs))
 
 
 # ------------------------------------------------------------------------------------------------ the algorithm
 
 
-def epsilon_at(progress: float, start_e: float, end_e: float, exploration_fraction: float) -> float:
-    """Share of random actions when `progress` (0 to 1) of the run is over."""
-    if progress >= exploration_fraction:
+def linear_schedule(start_e: float, end_e: float, fraction: float, progress: float) -> float:
+    """Epsilon when `progress` (0 to 1) of the run is over: it falls over the first `fraction` of the run."""
+    if progress >= fraction:
         return end_e
-    return start_e + (end_e - start_e) * progress / exploration_fraction
+    return start_e + (end_e - start_e) * progress / fraction
 
 
 def td_target(
@@ -385,77 +351,90 @@ def td_target(
 ) -> torch.Tensor:
     """r + discount * Q_target(s', argmax_a Q_online(s', a)), all (B,) or (B, actions), fp32.
 
-    `discount` is gamma, 0 where the game was over (van Hasselt et al. 2016, equation 4). Plain DQN passes the target's
-    values twice.
+    `discount` is gamma, or 0 where the game terminated (van Hasselt et al. 2016, equation 4). Plain DQN passes the
+    target's values twice.
     """
-    return reward + discount * next_q_target.gather(1, next_q_online.argmax(1, keepdim=True)).squeeze(1)
+    next_action = next_q_online.argmax(1, keepdim=True)
+    return reward + discount * next_q_target.gather(1, next_action).squeeze(1)
 
 
-class Replay:
-    """The last `buffer_size` transitions of all lanes, drawn uniformly.
+class ReplayBuffer:
+    """The last `buffer_size` transitions of all games, sampled uniformly.
 
-    `discount` is what the value of `next_obs` counts: gamma, or 0 once the game terminated; a truncated game goes on
-    counting. The write position lives on the device, where a CUDA graph can move it.
+    `discount` is gamma, or 0 where the game terminated; a truncated game still has a future. Position and size are
+    tensors on the device, where a CUDA graph can move them.
     """
 
-    def __init__(self, args: Args, envs: SnakeBatch, device: torch.device) -> None:
-        self.rows, self.num_envs = args.buffer_size // args.num_envs, args.num_envs
-        self.gamma, board = args.gamma, envs.rules.board
-        refuse_if_too_large("--buffer-size", args.buffer_size, 2 * envs.rules.cells + 9, device)
-
-        def ring(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros(self.rows, self.num_envs, *shape, dtype=dtype, device=device)
-
-        self.obs, self.next_obs, self.action = ring(torch.uint8, *board), ring(torch.uint8, *board), ring(torch.int8)
-        self.reward, self.discount = ring(torch.float32), ring(torch.float32)
-        self.row, self.size = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+    def __init__(self, args: Args, device: torch.device) -> None:
+        board = rules_of(args).board
+        check_memory("--buffer-size", args.buffer_size, 2 * math.prod(board) + 9, device)
+        self.capacity = args.buffer_size // args.num_envs
+        self.num_envs = args.num_envs
+        self.gamma = args.gamma
+        shape = (self.capacity, self.num_envs)
+        self.obs = torch.zeros(*shape, *board, dtype=torch.uint8, device=device)
+        self.next_obs = torch.zeros(*shape, *board, dtype=torch.uint8, device=device)
+        self.action = torch.zeros(shape, dtype=torch.int8, device=device)
+        self.reward = torch.zeros(shape, device=device)
+        self.discount = torch.zeros(shape, device=device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.size = torch.zeros(1, dtype=torch.int64, device=device)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        names = "obs next_obs action reward discount row size".split()
+        names = ["obs", "next_obs", "action", "reward", "discount", "position", "size"]
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
-        """Raises ValueError, before anything is changed, for values that no replay has."""
-        row, size = saved["row"].item(), saved["size"].item()
-        if not (0 <= row < self.rows and row <= size <= self.rows):
-            raise ValueError(f"row {row} and size {size} of {self.rows} rows")
-        for name, highest in (("obs", HEAD + 3), ("next_obs", HEAD + 3), ("action", 3)):
-            if not 0 <= int(saved[name].min()) <= int(saved[name].max()) <= highest:
-                raise ValueError(f"{name} must be 0 to {highest}")
+        """Raises ValueError, before anything is changed, for values that no replay buffer has."""
+        position = saved["position"].item()
+        size = saved["size"].item()
+        if not (0 <= position < self.capacity and position <= size <= self.capacity):
+            raise ValueError(f"position {position} and size {size} of {self.capacity} rows")
+        if saved["obs"].max() > HEAD + 3 or saved["next_obs"].max() > HEAD + 3:
+            raise ValueError(f"observations must be 0 to {HEAD + 3}")
+        if saved["action"].min() < 0 or saved["action"].max() > 3:
+            raise ValueError("actions must be 0 to 3")
         for name, tensor in self.state_dict().items():
             tensor.copy_(saved[name])
 
-    def store(self, obs, action, reward, terminated, final_obs) -> None:
-        """One step of every lane."""
-        row = self.row
-        self.obs[row], self.action[row], self.reward[row] = obs, action.to(torch.int8), reward
-        self.next_obs[row], self.discount[row] = final_obs, self.gamma * ~terminated
-        self.row.add_(1).remainder_(self.rows)
-        self.size.add_(1).clamp_(max=self.rows)
+    def add(self, obs, action, reward, terminated, next_obs) -> None:
+        """One step of every game."""
+        self.obs[self.position] = obs
+        self.next_obs[self.position] = next_obs
+        self.action[self.position] = action.to(torch.int8)
+        self.reward[self.position] = reward
+        self.discount[self.position] = self.gamma * ~terminated
+        self.position.add_(1).remainder_(self.capacity)
+        self.size.add_(1).clamp_(max=self.capacity)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> list[torch.Tensor]:
         """obs, action, reward, discount and next_obs of `batch_size` transitions."""
-        index = torch.randint(2**62, (batch_size,), generator=generator, device=self.row.device)
+        index = torch.randint(2**62, (batch_size,), generator=generator, device=self.position.device)
         index %= self.size * self.num_envs
-        rings = self.obs, self.action, self.reward, self.discount, self.next_obs
-        return [ring.flatten(0, 1)[index] for ring in rings]
+        fields = [self.obs, self.action, self.reward, self.discount, self.next_obs]
+        return [field.flatten(0, 1)[index] for field in fields]
 
 
 @torch.no_grad()
 def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
-    """Play `episodes` greedy games, one per lane, each to its end, with food that no training seed has seen."""
+    """Play `episodes` greedy games, one in each environment, to its end, with food that no training seed has."""
     envs = make_envs(args, episodes, device, EVAL_SEED)
-    obs, step = envs.reset(), 0
-    action, score = (torch.zeros(episodes, dtype=torch.int64, device=device) for _ in range(2))
-    won, done = (torch.zeros(episodes, dtype=torch.bool, device=device) for _ in range(2))
+    obs = envs.reset()
+    action = torch.zeros(episodes, dtype=torch.int64, device=device)
+    score = torch.zeros(episodes, dtype=torch.int64, device=device)
+    won = torch.zeros(episodes, dtype=torch.bool, device=device)
+    done = torch.zeros(episodes, dtype=torch.bool, device=device)
     playing = torch.arange(episodes, device=device)
+    steps = 0
     while len(playing):
         action[playing] = q_network(obs[playing]).argmax(1)
         obs, _, terminated, truncated, info = envs.step(action)
-        ends = (terminated | truncated) & ~done
-        score = torch.where(ends, info["score"], score)
-        won, done, step = won | (ends & info["won"]), done | ends, step + 1
-        if step % 16 == 0:  # sync: only lanes still in their first game need another forward pass
+        first_end = (terminated | truncated) & ~done
+        score = torch.where(first_end, info["score"], score)
+        won |= first_end & info["won"]
+        done |= first_end
+        steps += 1
+        if steps % 16 == 0:  # sync: only first games need another forward pass
             playing = (~done).nonzero().squeeze(1)
     score = score.double()
     return {
@@ -467,59 +446,53 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
     }
 
 
-@torch.no_grad()
-def play(q_network: QNetwork, args: Args, device: torch.device, render_mode: str) -> Iterator[np.ndarray | str]:
-    """Frames of one greedy game, played by the rule book."""
-    env, done = SnakeEnv(render_mode, **vars(rules_of(args))), False
-    env.reset(seed=EVAL_SEED)
-    yield env.render()
-    while not done:
-        action = q_network(torch.as_tensor(env.codes(), device=device)[None]).argmax().item()
-        _, _, terminated, truncated, _ = env.step(action)
-        done = terminated or truncated
-        yield env.render()
+def watch_game(q_network: QNetwork, args: Args, device: torch.device, render_mode: str) -> Iterator:
+    """Frames of one greedy game."""
+    env = SnakeEnv(render_mode, **vars(rules_of(args)))
+
+    @torch.no_grad()
+    def policy(obs) -> int:
+        return q_network(torch.as_tensor(obs, device=device)[None]).argmax().item()
+
+    return play(env, policy, EVAL_SEED)
 
 
-def write_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> None:
-    frames = (Image.fromarray(frame) for frame in play(q_network, args, device, "rgb_array"))
-    more = islice(frames, GIF_FRAMES - 1)  # a snake that goes in circles would have tens of thousands
+def save_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> None:
+    path = folder / "videos" / "snake.gif"
     try:
-        folder.mkdir(exist_ok=True)
-        next(frames).save(folder / "snake.gif", save_all=True, append_images=more, duration=80, loop=0)
-        say(str(folder / "snake.gif"))
+        write_gif(watch_game(q_network, args, device, "rgb_array"), path)
+        say(str(path))
     except OSError as error:
-        say(f"--video: {folder} cannot be written ({error})")
+        say(f"--video: {path} cannot be written ({error})")
 
 
-def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, float]:
-    """--evaluate: one game in the terminal (--render), or the scores of many and a GIF (--video)."""
-    path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
+def evaluate_run(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, float]:
+    """--evaluate: one game in the terminal (--render), or the scores of many games and a GIF (--video)."""
+    path, checkpoint = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
     expected = {"q_network": q_network.state_dict()}
-    refuse_if_different(f"--evaluate {args.evaluate}", saved, expected, SHAPES)
-    q_network.load_state_dict(saved["q_network"])
+    check_layout(f"--evaluate {args.evaluate}", checkpoint, expected, SHAPE_FLAGS)
+    q_network.load_state_dict(checkpoint["q_network"])
     if args.render:
-        for frame in play(q_network, args, device, "ansi"):
-            say(f"\033[H\033[J{frame}")
-            time.sleep(1 / SnakeEnv.metadata["render_fps"])
+        show_in_terminal(watch_game(q_network, args, device, "ansi"), SnakeEnv.metadata["render_fps"])
         return {}
     scores = evaluate(q_network, args, args.eval_episodes, device)
     say("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
-        write_gif(q_network, args, device, path.parent / "videos")
+        save_gif(q_network, args, device, path.parent)
     return scores
 
 
 # --------------------------------------------------------------- blocks that all scripts share, letter for letter
 
 
-def refuse(message: str) -> NoReturn:
+def fail(message: str) -> NoReturn:
     """End with one line about what the user asked for, and exit code 2."""
     print(f"{SCRIPT}.py: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def say(line: str, end: str = "\n") -> None:
-    """Print. When nobody reads any more (`| head`), the run is stopped as by SIGTERM: it saves, and is silent."""
+    """Print. When nobody reads any more (`| head`), the run ends as by SIGTERM: it saves, and is silent."""
     try:
         print(line, end=end, flush=True)
     except BrokenPipeError:
@@ -527,32 +500,38 @@ def say(line: str, end: str = "\n") -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
-    """Refuse storage of `value` * `each` + `fixed` bytes that does not fit; says which multiple of `unit` does."""
+def check_memory(flag: str, value: int, bytes_each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
+    """Refuse `value` * `bytes_each` + `fixed` bytes that do not fit, and name the multiple of `unit` that does."""
     if device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[0]
+        available = torch.cuda.mem_get_info(device)[0]
+    elif hasattr(os, "sysconf"):
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    needed, most = value * each + fixed, (0.9 * room - fixed) // each // unit * unit
+        return
+    needed = value * bytes_each + fixed
+    most = int(0.9 * available - fixed) // bytes_each // unit * unit
     if value > most:
-        works = f"at most {most:.0f} works" if most > 0 else "smaller sizes of everything else might"
-        refuse(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; {works}")
+        advice = f"at most {most} works" if most > 0 else "smaller sizes of everything else might"
+        fail(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {available / 2**30:.1f}; {advice}")
 
 
 def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+        fail("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
+    on_cuda = name != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if on_cuda else "cpu")
 
 
-def matmul_rate(threads: int) -> float:
-    """Matrix products per second on so many threads, over 0.2 s: some turns of the scheduler."""
+def matmuls_per_second(threads: int) -> float:
+    """On so many threads, measured for 0.2 s: some turns of the scheduler."""
     torch.set_num_threads(threads)
-    x, products, started = torch.ones(256, 256), 0, time.perf_counter()
-    while time.perf_counter() < started + 0.2:
+    x = torch.ones(256, 256)
+    matmuls = 0
+    start = time.perf_counter()
+    while time.perf_counter() < start + 0.2:
         torch.relu_(x @ x)
-        products += 1
-    return products / (time.perf_counter() - started)
+        matmuls += 1
+    return matmuls / (time.perf_counter() - start)
 
 
 def pick_threads(cores: int) -> int:
@@ -562,7 +541,9 @@ def pick_threads(cores: int) -> int:
     one 5,700 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
     """
     most = min(cores, 8)
-    rates = {threads: matmul_rate(threads) for threads in sorted({most, max(most - 1, 1), max(most // 2, 1), 1})}
+    rates = {}
+    for threads in sorted({1, max(most // 2, 1), max(most - 1, 1), most}):
+        rates[threads] = matmuls_per_second(threads)
     best = max(rates, key=rates.get)
     if rates[best] < 1.1 * rates[most]:
         return most
@@ -572,25 +553,29 @@ def pick_threads(cores: int) -> int:
 
 def bf16_speedup() -> float:
     """How many times as fast as in fp32 this CPU multiplies matrices in bfloat16."""
-    matrices = (torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-    half, full = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in matrices)
-    return full / half
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.ones(256, 256, dtype=dtype)
+        seconds[dtype] = min(timeit.repeat(lambda x=x: x @ x, number=1, repeat=5))
+    return seconds[torch.float32] / seconds[torch.bfloat16]
 
 
 def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> torch.dtype:
-    """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
+    """dtype of the forward passes. A flag that has no effect here says so in one line, and fp32 it is."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = (
-            tf32  # convolutions and recurrent layers have a switch of their own, on by default
-        )
-        if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        torch.backends.cudnn.allow_tf32 = tf32  # of convolutions and recurrent layers, on by default
+        if fp16:
+            return torch.float16
+        if bf16 and torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        if bf16:
             say("--bf16: this GPU has no units for it; fp32 is used instead")
-            return torch.float32
-        return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
-    for flag, asked in (("--fp16", fp16), ("--tf32", tf32)):
-        if asked:
-            say(f"{flag}: needs CUDA; fp32 is used instead")
+        return torch.float32
+    if fp16:
+        say("--fp16: needs CUDA; fp32 is used instead")
+    if tf32:
+        say("--tf32: needs CUDA; fp32 is used instead")
     if bf16:
         speedup = bf16_speedup()
         if speedup > 1:
@@ -599,28 +584,29 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     return torch.float32
 
 
-def compiled(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
-    """`function` compiled, or as it is where that fails: compilation is lazy, so only running it here shows."""
+def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
+    """`function` compiled, or as it is where that fails: compilation is lazy, so only a call shows whether it works."""
     try:
-        fast = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
-        fast(*example)
-        return fast
+        compiled = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
+        compiled(*example)
+        return compiled
     except Exception as error:
-        say(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
+        reason = str(error).strip().splitlines()[0][:120]
+        say(f"--compile: failed ({reason}); eager mode is used instead")
         return function
 
 
-class Graphed:
+class CUDAGraphStep:
     """`function` without arguments or result, replayed as a CUDA graph. Every call has its effect exactly once.
 
     The first three calls run it as it is, which makes what it allocates only once. It may use nothing but tensors that
     live on, and numbers that never change. Where it cannot be captured, `graph` is None and it goes on as it is.
     """
 
-    def __init__(self, function: Callable[[], None], generator: torch.Generator, watch: "Stopwatch") -> None:
+    def __init__(self, function: Callable[[], None], generator: torch.Generator, timer: "PhaseTimer") -> None:
         self.function = function
         self.generator = generator
-        self.watch = watch
+        self.timer = timer
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
         self.stream = torch.cuda.Stream()
@@ -649,40 +635,41 @@ class Graphed:
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self.function()
         except RuntimeError as error:
-            say(
-                f"--cudagraph: failed ({str(error).strip().splitlines()[0][:120]}); the loop goes on without this graph"
-            )
+            reason = str(error).strip().splitlines()[0][:120]
+            say(f"--cudagraph: failed ({reason}); the loop goes on without this graph")
             self.graph = None
-            self.generator.graphsafe_set_state(
-                self.generator.clone_state()
-            )  # the old one still takes part in a capture
-        self.watch.mark()  # capturing counts nowhere
+            self.generator.graphsafe_set_state(self.generator.clone_state())  # the old one still is in a capture
+        self.timer.lap()  # capturing counts nowhere
 
 
-class Stopwatch:
-    """Seconds by phase. `mark(phase)` ends a phase that began at the mark before; without a name it counts nowhere.
+class PhaseTimer:
+    """Seconds by phase. `lap(phase)` ends a phase that began at the lap before; what `lap()` ends counts nowhere.
 
-    On CUDA marks are events in the stream: work is charged to the phase that queued it, and nothing waits.
+    On CUDA laps are events in the stream: work is charged to the phase that queued it, and nothing waits.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda, self.marks, self.total = device.type == "cuda", [], Counter()
+        self.cuda = device.type == "cuda"
+        self.laps = []
+        self.total = Counter()
 
-    def mark(self, phase: str = "") -> None:
+    def lap(self, phase: str = "") -> None:
         if not self.cuda:
-            self.marks.append((phase, time.perf_counter()))
+            self.laps.append((phase, time.perf_counter()))
         elif not torch.cuda.is_current_stream_capturing():
-            self.marks.append((phase, torch.cuda.Event(enable_timing=True)))
-            self.marks[-1][1].record()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.laps.append((phase, event))
 
     def read(self) -> Counter:
         """Seconds by phase since the last read."""
         if self.cuda:
             torch.cuda.synchronize()  # sync: once per log interval
         seconds = Counter()
-        for (_, start), (phase, end) in pairwise(self.marks):
+        for (_, start), (phase, end) in pairwise(self.laps):
             seconds[phase] += start.elapsed_time(end) / 1000 if self.cuda else end - start
-        del seconds[""], self.marks[:-1]
+        del seconds[""]
+        del self.laps[:-1]
         self.total += seconds
         return seconds
 
@@ -694,9 +681,10 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.count, self.raises = 0, False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.interrupt)
+        self.count = 0
+        self.raises = False
+        signal.signal(signal.SIGINT, self.interrupt)
+        signal.signal(signal.SIGTERM, self.interrupt)
 
     def __bool__(self) -> bool:
         return self.count > 0
@@ -718,10 +706,12 @@ class Interrupts:
 
 
 @contextmanager
-def process_restored() -> Iterator[None]:
+def restore_process() -> Iterator[None]:
     """At the end, put back what a run sets for its whole process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     cudnn_tf32 = torch.backends.cudnn.allow_tf32
     excepthook = threading.excepthook
 
@@ -734,8 +724,8 @@ def process_restored() -> Iterator[None]:
         yield
     finally:
         threading.excepthook = excepthook
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, on_interrupt)
+        signal.signal(signal.SIGTERM, on_terminate)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = cudnn_tf32
@@ -754,9 +744,9 @@ def make_run_folder(args: Args) -> Path:
             return folder
         except FileExistsError:
             if args.run_name:
-                refuse(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
+                fail(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
         except OSError as error:
-            refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+            fail(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
 
 
 def write_json(path: Path, values: dict) -> None:
@@ -775,12 +765,12 @@ def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -
         print(f"{writer.log_dir}: could not be logged to ({error.strerror}); the run goes on", file=sys.stderr)
 
 
-def save_checkpoint(path: Path, state: dict) -> None:
+def save_checkpoint(path: Path, checkpoint: dict) -> None:
     """Write tensors and plain values to `path`. The file that was there stays whole until the new one is."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")  # of this process: two may write into one folder
     try:
         with open(temporary, "wb") as file:
-            torch.save(state, file)
+            torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -791,89 +781,102 @@ def save_checkpoint(path: Path, state: dict) -> None:
         print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
 
 
-def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
-    """The file, the run folder's or the "latest" checkpoint of this script. Nothing in the file is executed."""
+def find_checkpoint(flag: str, name: str, run_dir: str) -> Path:
+    """The file `name`, the checkpoint of the run folder `name`, or the "latest" of this script."""
 
-    def is_ours(file: Path) -> bool:
+    def is_ours(path: Path) -> bool:
         with suppress(OSError, ValueError, TypeError, KeyError):
-            return json.loads((file.parent / "args.json").read_text())["script"] == SCRIPT
+            return json.loads((path.parent / "args.json").read_text())["script"] == SCRIPT
         return False
 
     if not name:
-        refuse(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
+        fail(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
     path = Path(name)
     if name == "latest":
-        ours = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
-        path = max(ours, key=lambda file: file.stat().st_mtime, default=Path(run_dir))
-    path = path / "checkpoint.pt" if path.is_dir() else path
+        checkpoints = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
+        path = max(checkpoints, key=lambda path: path.stat().st_mtime, default=Path(run_dir))
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     if not path.is_file():
-        refuse(f"{flag} {name}: there is no {path}; a checkpoint, a run folder or latest works")
+        fail(f"{flag} {name}: there is no {path}; a checkpoint, a run folder or latest works")
+    return path
+
+
+def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
+    """Path and content of a checkpoint of this script. Nothing in the file is executed."""
+    path = find_checkpoint(flag, name, run_dir)
     try:
         with warnings.catch_warnings(action="ignore"):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["script"] != SCRIPT:
-            raise ValueError(f"it is one of {state['script']}.py")
-        if not isinstance(state["args"], dict):
-            raise ValueError("its args are no dict")
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["script"] != SCRIPT:
+            raise ValueError(f"it is one of {checkpoint['script']}.py")
+        if checkpoint.get("version") != CHECKPOINT_VERSION:
+            raise ValueError("it was made by another version")
+        if set(checkpoint["args"]) != set(vars(Args())):
+            raise ValueError("it was made by another version, with other flags")
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({reason})")
-    return path, state
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
+    return path, checkpoint
 
 
-def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a checkpoint's run, but for those that name files or say what to do: they are the user's alone."""
-
-    def is_a(value: Any, hint: Any) -> bool:
-        if get_origin(hint) in (Union, types.UnionType):
-            return any(is_a(value, part) for part in get_args(hint))
-        if get_origin(hint) is Literal:
-            return type(value) in (str, int) and value in get_args(hint)
-        return type(value) is hint or (hint is float and type(value) is int)
-
-    hints = get_type_hints(Args)
-    if set(saved) != set(hints):
-        names = ", ".join(sorted(str(name) for name in set(saved) ^ set(hints))[:5])
-        refuse(f"{flag} {name}: made by another version of {SCRIPT}.py, with other flags ({names})")
-    for key, value in saved.items():
-        if not is_a(value, hints[key]):
-            refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py (its {key} is {str(value)[:40]!r})")
-    return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
+def saved_flags(saved_args: dict[str, Any]) -> list[str]:
+    """The command line of a checkpoint's run, but for flags that name files or say what to do: they are the user's."""
+    flags = []
+    for name, value in saved_args.items():
+        flag = name.replace("_", "-")
+        if name in COMMAND_LINE_ONLY or value is None:
+            continue
+        if type(value) is bool:
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags.append(f"--{flag}={value}")
+    return flags
 
 
-def structure(value: Any) -> Any:
+def layout(value: Any) -> Any:
     """Names, types, dtypes and shapes of what was saved; None for what no run saves, such as NaN or sparse tensors."""
     if isinstance(value, dict):
-        return {name: structure(part) for name, part in value.items()}
+        return {name: layout(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [structure(part) for part in value]
+        return [layout(part) for part in value]
     if isinstance(value, torch.Tensor):
-        is_dense = value.layout == torch.strided
-        is_finite = is_dense and (not value.is_floating_point() or bool(value.isfinite().all()))
-        return (value.dtype, value.shape) if is_finite else None
-    if type(value) in (int, float) and not -math.inf < value < math.inf or type(value) is int and value < 0:
+        if value.layout != torch.strided:
+            return None
+        if value.is_floating_point() and not value.isfinite().all():
+            return None
+        return value.dtype, value.shape
+    if type(value) is float and not math.isfinite(value):
+        return None
+    if type(value) is int and value < 0:
         return None
     return type(value)
 
 
-def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
-    """Refuse a checkpoint with parts that are not built as `expected`; `flags` are those that decide it."""
+def check_layout(asked: str, checkpoint: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
+    """Refuse a checkpoint with parts that are not laid out as `expected`; `flags` are those that decide it."""
     for name, part in expected.items():
-        if name not in saved or structure(saved[name]) != structure(part):
-            refuse(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
+        if name not in checkpoint or layout(checkpoint[name]) != layout(part):
+            fail(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
-def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-    """What Adam's state looks like after an update."""
-    names = "exp_avg", "exp_avg_sq"
-    return {n: {"step": torch.zeros(()), **dict.fromkeys(names, weight.detach())} for n, weight in enumerate(weights)}
+def copy_tensors(target: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Into the tensors of `target`, which is laid out as `saved` is."""
+    for name, value in target.items():
+        if isinstance(value, dict):
+            copy_tensors(value, saved[name])
+        else:
+            value.copy_(saved[name])
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Put the moments of a checkpoint into `optimizer`, which keeps its own options."""
-    (options,) = optimizer.param_groups
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    optimizer.param_groups[0].update(lr=options["lr"])  # the tensor that the loop writes to, not a copy
+def init_adam(optimizer: torch.optim.Optimizer) -> None:
+    """Adam's state as its first step would make it, so that a checkpoint can be copied into it."""
+    for weight in optimizer.param_groups[0]["params"]:
+        optimizer.state[weight] = {
+            "step": torch.zeros((), device=weight.device),
+            "exp_avg": torch.zeros_like(weight),
+            "exp_avg_sq": torch.zeros_like(weight),
+        }
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
@@ -893,53 +896,63 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-@process_restored()
+# ----------------------------------------------------------------------------------------------------- the run
+
+
+@restore_process()
 def main(args: Args) -> dict:
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     interrupts = Interrupts()
     device = pick_device(args.device)
-    args = resolve(args, device)
+    args = fill_defaults(args, device)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
-    refuse_if_too_large("--num-envs", args.num_envs, 12 * math.prod(rules_of(args).board) + 100, device)
+    check_memory("--num-envs", args.num_envs, 12 * math.prod(rules_of(args).board) + 100, device)
     q_network = QNetwork(args, device)
     if args.evaluate is not None:
         with interrupts.at_once():
-            return show(q_network, args, device)
+            return evaluate_run(q_network, args, device)
         return {}
 
     sdpa = None
     if args.network == "attention":
         sdpa = q_network.trunk.layer1.kernel(dtype, device)
-        asked = "" if args.sdpa in ("auto", sdpa.split("_")[0]) else f"--sdpa {args.sdpa}: does not run here; "
-        say(f"{asked}attention runs in {sdpa}")
+        if args.sdpa != "auto" and args.sdpa != sdpa.split("_")[0]:
+            say(f"--sdpa {args.sdpa}: does not run here")
+        say(f"attention runs in {sdpa}")
 
-    # --- what a run is made of ------------------------------------------------------------------------------------
+    # --- networks, games and replay -------------------------------------------------------------------------------
     target_network = QNetwork(args, device).requires_grad_(False)
     target_network.load_state_dict(q_network.state_dict())
-    weights, target_weights = list(q_network.parameters()), list(target_network.parameters())
-    graphs = args.cudagraph and device.type == "cuda"
+    weights = list(q_network.parameters())
+    target_weights = list(target_network.parameters())
+    use_graphs = args.cudagraph and device.type == "cuda"
     learning_rate = torch.tensor(args.learning_rate, device=device)
-    optimizer = torch.optim.Adam(weights, lr=learning_rate, fused=True, capturable=graphs)
+    optimizer = torch.optim.Adam(weights, lr=learning_rate, fused=True, capturable=use_graphs)
+    init_adam(optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     generator = torch.Generator(device).manual_seed(args.seed)
     envs = make_envs(args, args.num_envs, device, args.seed)
     obs = envs.reset()  # the environment's own buffer: every step overwrites it
-    replay = Replay(args, envs, device)
+    replay = ReplayBuffer(args, device)
     epsilon = torch.tensor(args.start_e, device=device)
-    learned = torch.zeros(2, device=device)  # sums of loss and q since the last log
-    watch = Stopwatch(device)
-
-    # --- a new run, or the rest of one ----------------------------------------------------------------------------
-    global_step, updates, owed, seconds_before = 0, 0, 0.0, 0.0
+    loss_and_q_sum = torch.zeros(2, device=device)  # since the last log
+    timer = PhaseTimer(device)
+    global_step = 0
+    updates = 0
+    samples_due = 0.0  # that the replay ratio asks for and no update has used
+    seconds_before = 0.0  # of the run that is resumed
 
     def elapsed() -> float:
-        return seconds_before + time.perf_counter() - started
+        return seconds_before + time.perf_counter() - start_time
 
     def progress() -> float:
-        return max(global_step / (args.total_timesteps or math.inf), elapsed() / (args.max_seconds or math.inf))
+        by_steps = global_step / args.total_timesteps if args.total_timesteps else 0
+        by_seconds = elapsed() / args.max_seconds if args.max_seconds else 0
+        return max(by_steps, by_seconds)
 
+    # --- checkpoints ----------------------------------------------------------------------------------------------
     def run_state() -> dict[str, Any]:
         """All there is to a run, as tensors and plain values."""
         state = {
@@ -952,46 +965,52 @@ def main(args: Args) -> dict:
             "envs": envs.state_dict(),
             "global_step": global_step,
             "updates": updates,
-            "owed": owed,
+            "samples_due": samples_due,
             "elapsed": elapsed(),
         }
-        return state | ({"replay": replay.state_dict()} if args.checkpoint_replay else {})
+        if args.checkpoint_replay:
+            state["replay"] = replay.state_dict()
+        return state
 
-    def load_run_state(saved: dict[str, Any]) -> None:
+    def load_run_state(checkpoint: dict[str, Any]) -> None:
         """Checks everything first: what does not fit is refused before anything is changed."""
-        nonlocal global_step, updates, owed, seconds_before
-        asked, expected = f"--resume {args.resume}", run_state()
-        if saved["args"].get("board") != args.board:  # 9x4 and 4x9 have tensors of the same shapes
-            refuse(f"--board {args.board}: must be {saved['args'].get('board')}, as it was")
-        if args.checkpoint_replay and "replay" not in saved:
-            del expected["replay"]
-        if saved.get("optimizer"):  # empty before the first update
-            expected["optimizer"] = adam_state(weights)
-        if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
+        nonlocal global_step, updates, samples_due, seconds_before
+        asked = f"--resume {args.resume}"
+        saved_board = checkpoint["args"].get("board")
+        if saved_board != args.board:  # 9x4 and 4x9 have tensors of the same shapes
+            fail(f"--board {args.board}: must be {saved_board}, as it was")
+        same_device = checkpoint.get("device") == device.type
+        expected = run_state()
+        if not (checkpoint.get("scaler") and expected["scaler"]):  # only float16 has something there
             del expected["scaler"]
-        same_device = saved.get("device") == device.type
-        if not same_device:
-            del expected["device"], expected["generator"]
-        refuse_if_different(asked, saved, expected, f"{SHAPES} and --num-envs")
+        if not same_device:  # random numbers are of another kind there
+            del expected["device"]
+            del expected["generator"]
+        if "replay" not in checkpoint:
+            expected.pop("replay", None)
+        check_layout(asked, checkpoint, expected, f"{SHAPE_FLAGS} and --num-envs")
         try:
             if same_device:
-                torch.Generator(device).set_state(saved["generator"])
-            envs.load_state_dict(saved["envs"])
+                torch.Generator(device).set_state(checkpoint["generator"])
+            envs.load_state_dict(checkpoint["envs"])
             if "replay" in expected:
-                replay.load_state_dict(saved["replay"])
+                replay.load_state_dict(checkpoint["replay"])
         except (RuntimeError, ValueError) as error:
-            refuse(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
-        global_step, updates, owed, seconds_before = (saved[k] for k in ("global_step", "updates", "owed", "elapsed"))
+            fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
+
+        global_step = checkpoint["global_step"]
+        updates = checkpoint["updates"]
+        samples_due = checkpoint["samples_due"]
+        seconds_before = checkpoint["elapsed"]
         if progress() >= 1:
-            over = f"its run is over after {global_step:,} steps and {elapsed():.0f} s"
-            refuse(f"{asked}: {over}; a larger --total-timesteps or --max-seconds works")
-        q_network.load_state_dict(saved["q_network"])
-        target_network.load_state_dict(saved["target_network"])
-        load_optimizer(optimizer, saved["optimizer"])
+            advice = "a larger --total-timesteps or --max-seconds works"
+            fail(f"{asked}: its run is over after {global_step:,} steps and {elapsed():.0f} s; {advice}")
+        for name in ("q_network", "target_network", "optimizer"):
+            copy_tensors(expected[name], checkpoint[name])
         if "scaler" in expected:
-            scaler.load_state_dict(saved["scaler"])
+            scaler.load_state_dict(checkpoint["scaler"])
         if same_device:
-            generator.set_state(saved["generator"])
+            generator.set_state(checkpoint["generator"])
         else:
             say("the random numbers begin anew: those of the checkpoint are of another kind of device")
         if "replay" not in expected:
@@ -999,8 +1018,8 @@ def main(args: Args) -> dict:
 
     folder = None
     if args.resume is not None:
-        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
-        load_run_state(saved)
+        path, checkpoint = load_checkpoint("--resume", args.resume, args.run_dir)
+        load_run_state(checkpoint)
         folder = path.parent
         write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
         for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
@@ -1009,78 +1028,32 @@ def main(args: Args) -> dict:
         try:
             import wandb
         except ImportError:
-            refuse("--wandb: its package is missing; pip install wandb")
-    folder = folder or make_run_folder(args)
+            fail("--wandb: its package is missing; pip install wandb")
+    if folder is None:
+        folder = make_run_folder(args)
     if args.wandb:
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-
-    first_step, first_update = logged_step, logged_update = global_step, updates
-    held, scores = replay.size.item() * args.num_envs, {}
     writer = SummaryWriter(folder, purge_step=global_step)
     writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
+
+    # --- what the user is told at the start -----------------------------------------------------------------------
     precision = str(dtype).removeprefix("torch.")
-    threads = f"cpu, {torch.get_num_threads()} threads"
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    device_name = f"cpu, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
     say(f"{folder} on {device_name} in {precision}")
     if device.type == "cuda" and not (args.bf16 and args.cudagraph):
         say("on CUDA --bf16 and --cudagraph should make it faster; no GPU has measured it yet")
-    if not args.bf16 and device.type == "cpu" and bf16_speedup() > 1.2:
+    if device.type == "cpu" and not args.bf16 and bf16_speedup() > 1.2:
         say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
-    every = f"every {args.batch_size / args.replay_ratio:g} steps (replay ratio {args.replay_ratio:g})"
-    learns = f"an update on {args.batch_size} of the last {replay.rows * args.num_envs:,} transitions"
-    say(f"{args.num_envs} games; {every} {learns}; learning rate {args.learning_rate:.2g}, tau {args.tau:.2g}")
+    steps_per_update = args.batch_size / args.replay_ratio
+    say(
+        f"{args.num_envs} games; every {steps_per_update:g} steps (replay ratio {args.replay_ratio:g}) an update on "
+        f"{args.batch_size} of the last {replay.capacity * args.num_envs:,} transitions; learning rate "
+        f"{args.learning_rate:.2g}, tau {args.tau:.2g}"
+    )
 
-    def due(what: str) -> bool:
-        every = getattr(args, f"{what}_every")
-        if every == 0 or elapsed() < last[what] + every:
-            return False
-        last[what] = elapsed()
-        return True
-
-    def save() -> None:
-        if not all(weight.isfinite().all() for weight in weights):
-            return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        save_checkpoint(folder / "checkpoint.pt", {"script": SCRIPT, "args": vars(args), **run_state()})
-
-    def log() -> None:
-        seconds = watch.read()
-        steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
-        games, score, length, returned = (envs.finished / envs.finished[0].clamp(min=1)).tolist()
-        loss, q = learned.tolist()
-        envs.finished.zero_()
-        learned.zero_()
-        scalars = {
-            "charts/SPS": steps / wall,
-            "charts/updates_per_second": learns / wall,
-            "charts/samples_per_second": learns * args.batch_size / wall,
-            "charts/replay_ratio": learns * args.batch_size / steps,
-            "charts/epsilon": epsilon.item(),
-            "losses/learning_rate": learning_rate.item(),
-            "perf/rollout_fraction": 1 - seconds["learn"] / wall,
-        }
-        scalars |= {f"perf/{phase}_ms": 1000 * spent * args.num_envs / steps for phase, spent in seconds.items()}
-        if games:
-            scalars |= {"charts/score": score, "charts/episodic_length": length, "charts/episodic_return": returned}
-        if learns:
-            scalars |= {"losses/td_loss": loss / learns, "losses/q_values": q / learns}
-        if device.type == "cuda":
-            scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
-            with suppress(Exception):  # NVML missing, or an error of its own
-                scalars["perf/gpu_util"] = torch.cuda.utilization(device)
-        write_scalars(writer, scalars, global_step)
-        line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
-        line += f"  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}"
-        line += f"  epsilon {epsilon:.3f}  score {score:5.1f}  greedy {scores.get('eval_score_mean', math.nan):5.1f}"
-        say(line, end="\r" if sys.stdout.isatty() else "\n")
-        if not math.isfinite(loss):
-            refuse(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
-
-    def test(episodes: int) -> dict[str, float]:
-        scores = evaluate(q_network, args, episodes, device)
-        write_scalars(writer, {name.replace("_", "/", 1): value for name, value in scores.items()}, global_step)
-        return scores
-
-    # --- acting and learning --------------------------------------------------------------------------------------
+    # --- what the loop does, in its order -------------------------------------------------------------------------
     def autocast() -> torch.autocast:
         # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
         return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
@@ -1090,30 +1063,30 @@ def main(args: Args) -> dict:
         with autocast():
             return q_network(obs).argmax(1)
 
-    def loss_of(obs, action, reward, discount, next_obs) -> tuple[torch.Tensor, torch.Tensor]:
+    def act_step_and_store() -> None:
+        explore = torch.rand(args.num_envs, generator=generator, device=device) < epsilon  # drawn for each game
+        random_action = torch.randint(4, (args.num_envs,), generator=generator, device=device)
+        action = torch.where(explore, random_action, policy_step(obs))
+        last_obs = obs.clone()
+        timer.lap("act")
+        _, reward, terminated, _, info = env_step(action)
+        timer.lap("env")
+        replay.add(last_obs, action, reward, terminated, info["final_obs"])
+        timer.lap("store")
+
+    def td_loss(obs, action, reward, discount, next_obs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss, and the mean of the Q-values that it is about."""
         with torch.no_grad():
-            seen, next_seen = q_network.see(obs), q_network.see(next_obs)
+            features = q_network.preprocess(obs)
+            next_features = q_network.preprocess(next_obs)
             with autocast():
-                next_q_target = target_network.judge(*next_seen)
-                next_q_online = q_network.judge(*next_seen) if args.double else next_q_target
+                next_q_target = target_network.q_values(*next_features)
+                next_q_online = q_network.q_values(*next_features) if args.double else next_q_target
             target = td_target(reward, discount, next_q_target, next_q_online)
         with autocast():
-            q = q_network.judge(*seen)
+            q = q_network.q_values(*features)
         q = q.gather(1, action.long()[:, None]).squeeze(1)
         return F.smooth_l1_loss(q, target), q.detach().mean()
-
-    def rollout() -> None:
-        # 1 act and step: every lane draws for itself whether it explores
-        explores = torch.rand(args.num_envs, generator=generator, device=device) < epsilon
-        random = torch.randint(4, (args.num_envs,), generator=generator, device=device)
-        action = torch.where(explores, random, policy_step(obs))
-        before = obs.clone()
-        watch.mark("act")
-        _, reward, terminated, _, info = env_step(action)
-        watch.mark("env")
-        # 2 store
-        replay.store(before, action, reward, terminated, info["final_obs"])
-        watch.mark("store")
 
     def update() -> None:
         loss, q = loss_step(*replay.sample(args.batch_size, generator))
@@ -1124,92 +1097,160 @@ def main(args: Args) -> dict:
         scaler.step(optimizer)
         scaler.update()
         torch._foreach_lerp_(target_weights, weights, args.tau)
-        learned.add_(torch.stack([loss.detach(), q]))
+        loss_and_q_sum.add_(torch.stack([loss.detach(), q]))
 
-    # --- switches: they wrap `policy`, `envs.step`, `loss_of`, `rollout` and `update` -----------------------------
-    policy_step, env_step, loss_step = policy, envs.step, loss_of
+    def log() -> None:
+        seconds = timer.read()
+        wall_seconds = sum(seconds.values())
+        new_steps = global_step - logged_step
+        new_updates = updates - logged_updates
+        games, score, length, episodic_return = (envs.finished / envs.finished[0].clamp(min=1)).tolist()
+        loss_sum, q_sum = loss_and_q_sum.tolist()
+        envs.finished.zero_()
+        loss_and_q_sum.zero_()
+        scalars = {
+            "charts/SPS": new_steps / wall_seconds,
+            "charts/updates_per_second": new_updates / wall_seconds,
+            "charts/samples_per_second": new_updates * args.batch_size / wall_seconds,
+            "charts/replay_ratio": new_updates * args.batch_size / new_steps,
+            "charts/epsilon": epsilon.item(),
+            "losses/learning_rate": learning_rate.item(),
+            "perf/rollout_fraction": 1 - seconds["learn"] / wall_seconds,
+        }
+        for phase in seconds:
+            scalars[f"perf/{phase}_ms"] = 1000 * seconds[phase] * args.num_envs / new_steps
+        if games:
+            scalars["charts/score"] = score
+            scalars["charts/episodic_length"] = length
+            scalars["charts/episodic_return"] = episodic_return
+        if new_updates:
+            scalars["losses/td_loss"] = loss_sum / new_updates
+            scalars["losses/q_values"] = q_sum / new_updates
+        if device.type == "cuda":
+            scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
+            with suppress(Exception):  # NVML is missing, or has an error of its own
+                scalars["perf/gpu_util"] = torch.cuda.utilization(device)
+        write_scalars(writer, scalars, global_step)
+        line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
+        line += f"  SPS {new_steps / wall_seconds:>9,.0f}  updates/s {new_updates / wall_seconds:>5.0f}"
+        line += f"  epsilon {epsilon:.3f}  score {score:5.1f}  greedy {scores.get('eval_score_mean', math.nan):5.1f}"
+        say(line, end="\r" if sys.stdout.isatty() else "\n")
+        if not math.isfinite(loss_sum):
+            fail(
+                f"--learning-rate {args.learning_rate:g}: the loss is {loss_sum} since the last log; a lower one works"
+            )
+
+    def evaluate_and_log(episodes: int) -> dict[str, float]:
+        scores = evaluate(q_network, args, episodes, device)
+        write_scalars(writer, {name.replace("_", "/", 1): score for name, score in scores.items()}, global_step)
+        return scores
+
+    def save() -> None:
+        if not all(weight.isfinite().all() for weight in weights):
+            print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
+            return
+        header = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
+        save_checkpoint(folder / "checkpoint.pt", header | run_state())
+
+    # --- switches: --compile and --cudagraph ----------------------------------------------------------------------
+    policy_step = policy
+    env_step = envs.step
+    loss_step = td_loss
     if args.compile:
-        some, zeros = obs[torch.arange(args.batch_size) % args.num_envs], torch.zeros(args.batch_size, device=device)
-        policy_step = compiled(policy, args.compile_mode, obs)
-        loss_step = compiled(loss_of, args.compile_mode, some, zeros.to(torch.int8), zeros, zeros, some)
+        some_obs = obs[torch.arange(args.batch_size) % args.num_envs]
+        zeros = torch.zeros(args.batch_size, device=device)
+        policy_step = try_compile(policy, args.compile_mode, obs)
+        loss_step = try_compile(td_loss, args.compile_mode, some_obs, zeros.to(torch.int8), zeros, zeros, some_obs)
         if envs.fixed_shapes:  # 240 launches a step become some tens
-            games = {name: tensor.clone() for name, tensor in envs.state_dict().items()}
-            env_step = compiled(envs.step, args.compile_mode, torch.zeros_like(envs.head))
-            envs.load_state_dict(games)  # that was a trial
-    if graphs:
-        rollout, update = Graphed(rollout, generator, watch), Graphed(update, generator, watch)
+            before = {name: tensor.clone() for name, tensor in envs.state_dict().items()}
+            env_step = try_compile(envs.step, args.compile_mode, torch.zeros_like(envs.head))
+            envs.load_state_dict(before)  # that was a trial
+    is_compiled = loss_step is not td_loss
+    if use_graphs:
+        act_step_and_store = CUDAGraphStep(act_step_and_store, generator, timer)
+        update = CUDAGraphStep(update, generator, timer)
     elif args.cudagraph:
         say("--cudagraph: needs CUDA; the loop runs without graphs")
 
     # --- the loop -------------------------------------------------------------------------------------------------
-    last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
-    write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
-    watch.mark()
+    first_step = logged_step = global_step
+    first_update = logged_updates = updates
+    transitions_stored = replay.size.item() * args.num_envs
+    scores = {}
+    last_log = last_eval = last_checkpoint = elapsed()
+    write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
+    timer.lap()
     while progress() < 1 and not interrupts:
         # 1 act and step, 2 store
-        epsilon.fill_(epsilon_at(progress(), args.start_e, args.end_e, args.exploration_fraction))
-        rollout()
+        epsilon.fill_(linear_schedule(args.start_e, args.end_e, args.exploration_fraction, progress()))
+        act_step_and_store()
         global_step += args.num_envs
-        held += args.num_envs
-        watch.mark("rollout")
+        transitions_stored += args.num_envs
+        timer.lap("rollout")
 
         # 3 learn
         if args.anneal_lr:
             learning_rate.fill_(args.learning_rate * 0.1 ** min(progress(), 1))
-        if held >= args.learning_starts:
-            owed += args.replay_ratio * args.num_envs
-        while owed >= args.batch_size:
+        if transitions_stored >= args.learning_starts:
+            samples_due += args.replay_ratio * args.num_envs
+        while samples_due >= args.batch_size:
             update()
-            owed -= args.batch_size
             updates += 1
-        watch.mark("learn")
+            samples_due -= args.batch_size
+        timer.lap("learn")
 
         # 4 log, evaluate, save
-        if due("log"):
+        if elapsed() >= last_log + args.log_every:
+            last_log = elapsed()
             log()
-            logged_step, logged_update = global_step, updates
-            watch.mark("log")
-        if due("eval"):
+            logged_step = global_step
+            logged_updates = updates
+            timer.lap("log")
+        if args.eval_every and elapsed() >= last_eval + args.eval_every:
+            last_eval = elapsed()
             with interrupts.at_once():
-                scores = test(max(args.eval_episodes // 10, 1))
-            watch.mark()
-        if due("checkpoint"):
+                scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+            timer.lap()
+        if args.checkpoint_every and elapsed() >= last_checkpoint + args.checkpoint_every:
+            last_checkpoint = elapsed()
             save()
-            watch.mark()
+            timer.lap()
 
-    # --- the end: what must not be lost first ---------------------------------------------------------------------
+    # --- the end: what must not be lost comes first ---------------------------------------------------------------
     if global_step > logged_step:
         log()
-    wall_seconds, busy = elapsed(), sum(watch.total.values()) or math.inf
+    wall_seconds = elapsed()
     save()
-    steps, learns = global_step - first_step, updates - first_update
+    busy_seconds = sum(timer.total.values()) or math.inf
+    new_steps = global_step - first_step
+    new_updates = updates - first_update
     summary = {
         "script": SCRIPT,
         "device": device_name,
         "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
-        "compiled": loss_step is not loss_of,
-        "cudagraph": graphs and rollout.graph is not None and update.graph is not None,
+        "compiled": is_compiled,
+        "cudagraph": use_graphs and act_step_and_store.graph is not None and update.graph is not None,
         "sdpa": sdpa,
         "env_steps": global_step,
         "wall_seconds": wall_seconds,
-        "env_steps_per_second": steps / busy,
-        "updates_per_second": learns / busy,
-        "samples_per_second": learns * args.batch_size / busy,
-        "replay_ratio": learns * args.batch_size / max(steps, 1),
-        "rollout_fraction": 1 - watch.total["learn"] / busy,
-        "train_fraction": watch.total["learn"] / busy,
+        "env_steps_per_second": new_steps / busy_seconds,
+        "updates_per_second": new_updates / busy_seconds,
+        "samples_per_second": new_updates * args.batch_size / busy_seconds,
+        "replay_ratio": new_updates * args.batch_size / max(new_steps, 1),
+        "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
+        "train_fraction": timer.total["learn"] / busy_seconds,
         **scores,
     }
     write_json(folder / "summary.json", summary)
     say("")
     if not interrupts:
         with interrupts.at_once():
-            summary |= test(args.eval_episodes)
+            summary |= evaluate_and_log(args.eval_episodes)
             write_json(folder / "summary.json", summary)
             say("  ".join(f"{name} {value:g}" for name, value in summary.items() if name.startswith("eval")))
             if args.video:
-                write_gif(q_network, args, device, folder / "videos")
+                save_gif(q_network, args, device, folder)
             say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
     if interrupts:
         say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
@@ -1218,29 +1259,31 @@ def main(args: Args) -> dict:
     return summary
 
 
-def parse() -> Args:
-    """The command line, with --resume and --evaluate on top of the flags of that run."""
+def parse_args() -> Args:
+    """The command line. With --resume and --evaluate it stands on top of the flags of that run."""
     args = tyro.cli(Args, description=__doc__)
     flag = "resume" if args.resume is not None else "evaluate"
     name = getattr(args, flag)
     if name is None:
         return args
-    path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
-    flags = saved_flags(f"--{flag}", name, saved["args"])
-    if args.total_timesteps is not None or args.max_seconds is not None:
-        flags |= {"total_timesteps": None, "max_seconds": None}  # a new limit takes the place of the old ones
-    args = tyro.cli(Args, default=Args(**flags), description=__doc__)
-    return replace(args, **{flag: str(path)})  # looked up once: the latest may soon be another one
+    path, checkpoint = load_checkpoint(f"--{flag}", name, args.run_dir)
+    saved_args = checkpoint["args"]
+    if args.total_timesteps is not None or args.max_seconds is not None:  # a new limit replaces the old ones
+        saved_args["total_timesteps"] = None
+        saved_args["max_seconds"] = None
+    args = tyro.cli(Args, args=saved_flags(saved_args) + sys.argv[1:], description=__doc__)
+    setattr(args, flag, str(path))  # looked up once: the latest may soon be another one
+    return args
 
 
 if __name__ == "__main__":
     try:
-        main(parse())
+        main(parse_args())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except (OSError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
-            refuse("out of memory: a smaller --batch-size, --buffer-size, --num-envs or --eval-episodes works")
+            fail("out of memory: a smaller --batch-size, --buffer-size, --num-envs or --eval-episodes works")
         if not isinstance(error, OSError):
             raise
-        refuse(str(error))
+        fail(str(error))

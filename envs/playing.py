@@ -1,0 +1,39 @@
+"""One game, watched: its frames, in the terminal, or as a GIF."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from PIL import Image
+
+MAX_GIF_FRAMES = 1_000  # a snake that goes in circles would have tens of thousands
+
+
+def play(env: gym.Env, policy: Callable[[np.ndarray], Any], seed: int) -> Iterator[np.ndarray | str | None]:
+    """What `env.render()` returns at the start of a game and after every step of it."""
+    obs, _ = env.reset(seed=seed)
+    yield env.render()
+    done = False
+    while not done:
+        obs, _, terminated, truncated, _ = env.step(policy(obs))
+        done = terminated or truncated
+        yield env.render()
+
+
+def write_gif(frames: Iterable[np.ndarray], path: Path, milliseconds: int = 80) -> None:
+    """Raises OSError where `path` cannot be written. `milliseconds` is how long a frame is shown."""
+    images = (Image.fromarray(frame) for frame in frames)
+    path.parent.mkdir(exist_ok=True)
+    first = next(images)
+    others = islice(images, MAX_GIF_FRAMES - 1)
+    first.save(path, save_all=True, append_images=others, duration=milliseconds, loop=0)
+
+
+def show_in_terminal(frames: Iterable[str], fps: float) -> None:
+    for frame in frames:
+        print(f"\033[H\033[J{frame}", flush=True)  # from the top left corner of a cleared screen
+        time.sleep(1 / fps)
