@@ -116,7 +116,7 @@ class Options:
         return range(1, 1 + (1 if self.fast else min(self.rounds, 3)))
 
 
-def refuse(message: str) -> NoReturn:
+def fail(message: str) -> NoReturn:
     """End with one line about what the user asked for, and exit code 2."""
     print(f"benchmark.py: {message}", file=sys.stderr)
     raise SystemExit(2)
@@ -200,7 +200,7 @@ def apart(function: Callable, one_core: bool = False, **arguments: Any) -> Any:
     if done.returncode:
         missing = re.search("No module named '([^']+)'", done.stderr)
         if missing:
-            refuse(f"{missing[1]} is not installed; pip install -r requirements-dev.txt has all peers")
+            fail(f"{missing[1]} is not installed; pip install -r requirements-dev.txt has all peers")
         sys.exit(f"{function.__name__} failed:\n{done.stderr}")
     print(f"  {function.__name__} {' '.join(f'{name}={value}' for name, value in arguments.items())}", flush=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -352,7 +352,7 @@ class SnakeView(torch.nn.Module):
         self.features_dim = width or 3 * self.view.num_spots + self.view.side**2
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        _, seen, food = self.view.spots(obs.byte())
+        _, seen, food = self.view.features(obs.byte())
         if self.trunk:
             return self.trunk(seen, food)
         return torch.cat([seen.flatten(1), F.one_hot(food, self.view.side**2)], 1)
@@ -455,7 +455,7 @@ def sb3_curve(name: str, seconds: float, every: float, goal: float, **agent: Any
 
 def act_rates(widths: tuple[int, ...], seconds: float, device: str) -> list[float]:
     """Steps per second of `SnakeBatch` played by dqn_snake.py's network, greedily, by width."""
-    args, rates = dqn_snake.resolve(dqn_snake.Args(), torch.device(device)), []
+    args, rates = dqn_snake.fill_defaults(dqn_snake.Args(), torch.device(device)), []
     torch.manual_seed(1)
     q_network = dqn_snake.QNetwork(args, torch.device(device)).requires_grad_(False)
     for width in widths:
@@ -1028,7 +1028,7 @@ def write_env(values: dict[str, str]) -> None:
             temporary.replace(path)
             print(f"{path}: " + " ".join(f"{name}={value}" for name, value in values.items()))
     except (OSError, ValueError) as error:
-        refuse(f"--write-env: {path} cannot be changed ({error}); a text file in a folder that can be written works")
+        fail(f"--write-env: {path} cannot be changed ({error}); a text file in a folder that can be written works")
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -1469,20 +1469,20 @@ def metta_latency(flags: str, seconds: float, device: str) -> dict[str, Any]:
         example, step = (seen[:batch].clone(), state, reset), policy
         if args.compile:
             torch.compiler.reset()  # or the second shape would be compiled as one of many
-            step = ppo_metta.compiled(policy, args.compile_mode, *example)
+            step = ppo_metta.try_compile(policy, args.compile_mode, *example)
 
         def act() -> None:
             ppo_metta.sample(step(*example), generator)
 
         if args.cudagraph and device == "cuda":
-            act = ppo_metta.Graphed(act, generator, ppo_metta.Stopwatch(where))
+            act = ppo_metta.CUDAGraphStep(act, generator, ppo_metta.PhaseTimer(where))
         found[name] = timings(act, seconds, device)
     return found
 
 
 def needs_mettagrid(table: str) -> None:
     if util.find_spec("mettagrid") is None:
-        refuse(f"--suite {table}: mettagrid is not installed; pip install -r requirements-games.txt has it")
+        fail(f"--suite {table}: mettagrid is not installed; pip install -r requirements-games.txt has it")
 
 
 def table_metta_subproc(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -2191,17 +2191,17 @@ def read_reference(path: str, names: list[str], device: torch.device, fast: bool
         for name, record in reference.items():
             if ("--fast" in record["command"]) != fast:
                 reason = f"{name} was measured by {record['command']}"
-                refuse(f"--compare {path}: {reason}; with --fast in both or in neither it works")
+                fail(f"--compare {path}: {reason}; with --fast in both or in neither it works")
             for label, values in record["ratios"].items():
                 if len(values) < MIN_ROUNDS or not all(0 < value < math.inf for value in values):
                     reason = f"{name}, {label} has {len(values)} rounds, {values}"
-                    refuse(f"--compare {path}: {reason}; {MIN_ROUNDS} or more positive numbers work")
+                    fail(f"--compare {path}: {reason}; {MIN_ROUNDS} or more positive numbers work")
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         reason = f"not a file of results ({type(error).__name__}: {error})"
-        refuse(f"--compare {path}: {reason}; one that --json wrote works")
+        fail(f"--compare {path}: {reason}; one that --json wrote works")
     if not reference:
         reason = f"it has no ratios of {', '.join(names)} on {device.type}"
-        refuse(f"--compare {path}: {reason}; a file that --json wrote works")
+        fail(f"--compare {path}: {reason}; a file that --json wrote works")
     return reference
 
 
@@ -2248,7 +2248,7 @@ def refuse_if_unwritable(what: str, path: Path) -> None:
         if new:
             path.unlink()
     except OSError as error:
-        refuse(f"{what}: cannot be written ({error.strerror}); a file in a folder that can be written works")
+        fail(f"{what}: cannot be written ({error.strerror}); a file in a folder that can be written works")
 
 
 def write_results(path: Path, text: str) -> None:
@@ -2261,25 +2261,25 @@ def write_results(path: Path, text: str) -> None:
 
 def main(options: Options) -> None:
     if options.repeats is not None and options.repeats < 1:
-        refuse(f"--repeats {options.repeats}: must be at least 1")
+        fail(f"--repeats {options.repeats}: must be at least 1")
     if options.seconds is not None and options.seconds < 1:
-        refuse(f"--seconds {options.seconds}: must be at least 1")
+        fail(f"--seconds {options.seconds}: must be at least 1")
     if options.device == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
+        fail("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
     device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
     names = SUITES.get(options.suite, [options.suite])
     if options.seconds and "metta-presets" not in names:
-        refuse(f"--seconds {options.seconds}: is of the runs of metta-presets, which --suite {options.suite} has not")
+        fail(f"--seconds {options.seconds}: is of the runs of metta-presets, which --suite {options.suite} has not")
     if options.write_env and "sweep" not in names:
-        refuse(f"--write-env: --suite {options.suite} has nothing to write; with sweep, sb3 or all it works")
+        fail(f"--write-env: --suite {options.suite} has nothing to write; with sweep, sb3 or all it works")
     reference = {}
     if options.compare is not None:
         if options.rounds < MIN_ROUNDS:
-            refuse(f"--compare: {options.rounds} rounds say too little; --repeats {MIN_ROUNDS} or more works")
+            fail(f"--compare: {options.rounds} rounds say too little; --repeats {MIN_ROUNDS} or more works")
         reference = read_reference(options.compare, names, device, options.fast)
     if options.json is not None:
         if options.compare is not None and Path(options.json).resolve() == Path(options.compare).resolve():
-            refuse(f"--json {options.json}: is what --compare compares with; another file works")
+            fail(f"--json {options.json}: is what --compare compares with; another file works")
         refuse_if_unwritable(f"--json {options.json}", Path(options.json))
     if options.write_env:
         write_env({})  # what cannot be written is refused before anything is measured

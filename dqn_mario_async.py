@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 import timeit
-import types
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice, pairwise
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -49,6 +48,7 @@ from envs.smb import SuperMarioBrosBatch, SuperMarioBrosEnv
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
+CHECKPOINT_VERSION = 2
 EVAL_LANES = 128  # games evaluated at once
 GIF_FRAMES = 1_000
 
@@ -225,35 +225,35 @@ def resolve(args: Args, device: torch.device) -> Args:
             highest = limits.get(name, sys.maxsize)
             if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
                 lowest = "0 or more" if name in may_be_0 else "above 0"
-                refuse(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
+                fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
     if args.bf16 and args.fp16:
-        refuse("--bf16 --fp16: choose one of them")
+        fail("--bf16 --fp16: choose one of them")
     if args.cudagraph and args.compile and args.compile_mode != "default":
-        refuse(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
+        fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
     if args.size < 36:
-        refuse(f"--size {args.size}: the convolutions need at least 36 pixels")
+        fail(f"--size {args.size}: the convolutions need at least 36 pixels")
     if real and args.envs_per_collector != 1:
-        refuse(f"--envs-per-collector {args.envs_per_collector}: a process holds one emulator; use more collectors")
+        fail(f"--envs-per-collector {args.envs_per_collector}: a process holds one emulator; use more collectors")
     if real and args.num_collectors == 0:
-        refuse("--num-collectors 0: this process needs its only emulator for evaluations; 1 or more work")
+        fail("--num-collectors 0: this process needs its only emulator for evaluations; 1 or more work")
     games = max(args.num_collectors, 1) * args.envs_per_collector
     least = games * (2 * args.ring_blocks + args.n_step + args.stack)  # what one read can bring, and its surroundings
     if args.buffer_size < least + args.learning_starts:
-        refuse(f"--buffer-size {args.buffer_size}: at least {least + args.learning_starts} for {games} games")
+        fail(f"--buffer-size {args.buffer_size}: at least {least + args.learning_starts} for {games} games")
     if Path("/dev/shm").is_dir() and args.evaluate is None:
         needed, room = max(args.num_collectors, 1) * Ring.bytes(args), shutil.disk_usage("/dev/shm").free
         if needed > room:
             sizes = f"the rings take {needed / 2**20:.0f} MiB of shared memory, /dev/shm has {room / 2**20:.0f} left"
-            refuse(f"--ring-blocks {args.ring_blocks}: {sizes}; fewer blocks or a larger /dev/shm work")
+            fail(f"--ring-blocks {args.ring_blocks}: {sizes}; fewer blocks or a larger /dev/shm work")
     if args.render and args.evaluate is None:
-        refuse("--render: shows a trained agent, so it needs --evaluate PATH")
+        fail("--render: shows a trained agent, so it needs --evaluate PATH")
     if args.resume is not None and args.evaluate is not None:
-        refuse("--resume --evaluate: choose one of them")
+        fail("--resume --evaluate: choose one of them")
     try:
         make_envs(args, 1)  # an emulator is freed at once
     except ValueError as error:  # which begins with the name of the setting
         flag = next((name for name in settings_of(args, TRAIN_LEVELS) if str(error).startswith(name)), "env_id")
-        refuse(f"--{flag.replace('_', '-')} {getattr(args, flag)}: {error}")
+        fail(f"--{flag.replace('_', '-')} {getattr(args, flag)}: {error}")
     return replace(args, learning_starts=max(args.learning_starts, games * (args.n_step + 1)))
 
 
@@ -700,7 +700,7 @@ class Replay:
         if device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info(device)[0]:
             say(f"the replay's {needed / 2**30:.1f} GiB do not fit the GPU; it lives in pinned host memory instead")
             device = torch.device("cpu")
-        refuse_if_too_large("--buffer-size", args.buffer_size, args.size**2 + 12, device)
+        check_memory("--buffer-size", args.buffer_size, args.size**2 + 12, device)
         pinned = device.type == "cpu" and torch.cuda.is_available() and args.device != "cpu"
 
         def ring(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -878,7 +878,7 @@ def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, flo
     """--evaluate: one game in the terminal (--render), or the scores of many and a GIF (--video)."""
     path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
     expected = {"q_network": q_network.state_dict()}
-    refuse_if_different(f"--evaluate {args.evaluate}", saved, expected, SHAPES)
+    check_layout(f"--evaluate {args.evaluate}", saved, expected, SHAPES)
     q_network.load_state_dict(saved["q_network"])
     if args.render:
         for frame in play(q_network, args, device, "ansi"):
@@ -895,14 +895,14 @@ def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, flo
 # --------------------------------------------------------------- blocks that all scripts share, letter for letter
 
 
-def refuse(message: str) -> NoReturn:
+def fail(message: str) -> NoReturn:
     """End with one line about what the user asked for, and exit code 2."""
     print(f"{SCRIPT}.py: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def say(line: str, end: str = "\n") -> None:
-    """Print. When nobody reads any more (`| head`), the run is stopped as by SIGTERM: it saves, and is silent."""
+    """Print. When nobody reads any more (`| head`), the run ends as by SIGTERM: it saves, and is silent."""
     try:
         print(line, end=end, flush=True)
     except BrokenPipeError:
@@ -910,32 +910,38 @@ def say(line: str, end: str = "\n") -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
-    """Refuse storage of `value` * `each` + `fixed` bytes that does not fit; says which multiple of `unit` does."""
+def check_memory(flag: str, value: int, bytes_each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
+    """Refuse `value` * `bytes_each` + `fixed` bytes that do not fit, and name the multiple of `unit` that does."""
     if device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[0]
+        available = torch.cuda.mem_get_info(device)[0]
+    elif hasattr(os, "sysconf"):
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    needed, most = value * each + fixed, (0.9 * room - fixed) // each // unit * unit
+        return
+    needed = value * bytes_each + fixed
+    most = int(0.9 * available - fixed) // bytes_each // unit * unit
     if value > most:
-        works = f"at most {most:.0f} works" if most > 0 else "smaller sizes of everything else might"
-        refuse(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; {works}")
+        advice = f"at most {most} works" if most > 0 else "smaller sizes of everything else might"
+        fail(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {available / 2**30:.1f}; {advice}")
 
 
 def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+        fail("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
+    on_cuda = name != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if on_cuda else "cpu")
 
 
-def matmul_rate(threads: int) -> float:
-    """Matrix products per second on so many threads, over 0.2 s: some turns of the scheduler."""
+def matmuls_per_second(threads: int) -> float:
+    """On so many threads, measured for 0.2 s: some turns of the scheduler."""
     torch.set_num_threads(threads)
-    x, products, started = torch.ones(256, 256), 0, time.perf_counter()
-    while time.perf_counter() < started + 0.2:
+    x = torch.ones(256, 256)
+    matmuls = 0
+    start = time.perf_counter()
+    while time.perf_counter() < start + 0.2:
         torch.relu_(x @ x)
-        products += 1
-    return products / (time.perf_counter() - started)
+        matmuls += 1
+    return matmuls / (time.perf_counter() - start)
 
 
 def pick_threads(cores: int) -> int:
@@ -945,7 +951,9 @@ def pick_threads(cores: int) -> int:
     one 5,700 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
     """
     most = min(cores, 8)
-    rates = {threads: matmul_rate(threads) for threads in sorted({most, max(most - 1, 1), max(most // 2, 1), 1})}
+    rates = {}
+    for threads in sorted({1, max(most // 2, 1), max(most - 1, 1), most}):
+        rates[threads] = matmuls_per_second(threads)
     best = max(rates, key=rates.get)
     if rates[best] < 1.1 * rates[most]:
         return most
@@ -955,25 +963,29 @@ def pick_threads(cores: int) -> int:
 
 def bf16_speedup() -> float:
     """How many times as fast as in fp32 this CPU multiplies matrices in bfloat16."""
-    matrices = (torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-    half, full = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in matrices)
-    return full / half
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.ones(256, 256, dtype=dtype)
+        seconds[dtype] = min(timeit.repeat(lambda x=x: x @ x, number=1, repeat=5))
+    return seconds[torch.float32] / seconds[torch.bfloat16]
 
 
 def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> torch.dtype:
-    """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
+    """dtype of the forward passes. A flag that has no effect here says so in one line, and fp32 it is."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = (
-            tf32  # convolutions and recurrent layers have a switch of their own, on by default
-        )
-        if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        torch.backends.cudnn.allow_tf32 = tf32  # of convolutions and recurrent layers, on by default
+        if fp16:
+            return torch.float16
+        if bf16 and torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        if bf16:
             say("--bf16: this GPU has no units for it; fp32 is used instead")
-            return torch.float32
-        return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
-    for flag, asked in (("--fp16", fp16), ("--tf32", tf32)):
-        if asked:
-            say(f"{flag}: needs CUDA; fp32 is used instead")
+        return torch.float32
+    if fp16:
+        say("--fp16: needs CUDA; fp32 is used instead")
+    if tf32:
+        say("--tf32: needs CUDA; fp32 is used instead")
     if bf16:
         speedup = bf16_speedup()
         if speedup > 1:
@@ -982,28 +994,29 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     return torch.float32
 
 
-def compiled(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
-    """`function` compiled, or as it is where that fails: compilation is lazy, so only running it here shows."""
+def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
+    """`function` compiled, or as it is where that fails: compilation is lazy, so only a call shows whether it works."""
     try:
-        fast = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
-        fast(*example)
-        return fast
+        compiled = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
+        compiled(*example)
+        return compiled
     except Exception as error:
-        say(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
+        reason = str(error).strip().splitlines()[0][:120]
+        say(f"--compile: failed ({reason}); eager mode is used instead")
         return function
 
 
-class Graphed:
+class CUDAGraphStep:
     """`function` without arguments or result, replayed as a CUDA graph. Every call has its effect exactly once.
 
     The first three calls run it as it is, which makes what it allocates only once. It may use nothing but tensors that
     live on, and numbers that never change. Where it cannot be captured, `graph` is None and it goes on as it is.
     """
 
-    def __init__(self, function: Callable[[], None], generator: torch.Generator, watch: "Stopwatch") -> None:
+    def __init__(self, function: Callable[[], None], generator: torch.Generator, timer: "PhaseTimer") -> None:
         self.function = function
         self.generator = generator
-        self.watch = watch
+        self.timer = timer
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
         self.stream = torch.cuda.Stream()
@@ -1032,40 +1045,41 @@ class Graphed:
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self.function()
         except RuntimeError as error:
-            say(
-                f"--cudagraph: failed ({str(error).strip().splitlines()[0][:120]}); the loop goes on without this graph"
-            )
+            reason = str(error).strip().splitlines()[0][:120]
+            say(f"--cudagraph: failed ({reason}); the loop goes on without this graph")
             self.graph = None
-            self.generator.graphsafe_set_state(
-                self.generator.clone_state()
-            )  # the old one still takes part in a capture
-        self.watch.mark()
+            self.generator.graphsafe_set_state(self.generator.clone_state())  # the old one still is in a capture
+        self.timer.lap()
 
 
-class Stopwatch:
-    """Seconds by phase. `mark(phase)` ends a phase that began at the mark before; without a name it counts nowhere.
+class PhaseTimer:
+    """Seconds by phase. `lap(phase)` ends a phase that began at the lap before; what `lap()` ends counts nowhere.
 
-    On CUDA marks are events in the stream: work is charged to the phase that queued it, and nothing waits.
+    On CUDA laps are events in the stream: work is charged to the phase that queued it, and nothing waits.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda, self.marks, self.total = device.type == "cuda", [], Counter()
+        self.cuda = device.type == "cuda"
+        self.laps = []
+        self.total = Counter()
 
-    def mark(self, phase: str = "") -> None:
+    def lap(self, phase: str = "") -> None:
         if not self.cuda:
-            self.marks.append((phase, time.perf_counter()))
+            self.laps.append((phase, time.perf_counter()))
         elif not torch.cuda.is_current_stream_capturing():
-            self.marks.append((phase, torch.cuda.Event(enable_timing=True)))
-            self.marks[-1][1].record()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.laps.append((phase, event))
 
     def read(self) -> Counter:
         """Seconds by phase since the last read."""
         if self.cuda:
             torch.cuda.synchronize()  # sync: once per log interval
         seconds = Counter()
-        for (_, start), (phase, end) in pairwise(self.marks):
+        for (_, start), (phase, end) in pairwise(self.laps):
             seconds[phase] += start.elapsed_time(end) / 1000 if self.cuda else end - start
-        del seconds[""], self.marks[:-1]
+        del seconds[""]
+        del self.laps[:-1]
         self.total += seconds
         return seconds
 
@@ -1077,9 +1091,10 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.count, self.raises = 0, False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.interrupt)
+        self.count = 0
+        self.raises = False
+        signal.signal(signal.SIGINT, self.interrupt)
+        signal.signal(signal.SIGTERM, self.interrupt)
 
     def __bool__(self) -> bool:
         return self.count > 0
@@ -1101,10 +1116,12 @@ class Interrupts:
 
 
 @contextmanager
-def process_restored() -> Iterator[None]:
+def restore_process() -> Iterator[None]:
     """At the end, put back what a run sets for its whole process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     cudnn_tf32 = torch.backends.cudnn.allow_tf32
     excepthook = threading.excepthook
 
@@ -1117,8 +1134,8 @@ def process_restored() -> Iterator[None]:
         yield
     finally:
         threading.excepthook = excepthook
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, on_interrupt)
+        signal.signal(signal.SIGTERM, on_terminate)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = cudnn_tf32
@@ -1137,9 +1154,9 @@ def make_run_folder(args: Args) -> Path:
             return folder
         except FileExistsError:
             if args.run_name:
-                refuse(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
+                fail(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
         except OSError as error:
-            refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+            fail(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
 
 
 def write_json(path: Path, values: dict) -> None:
@@ -1158,12 +1175,12 @@ def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -
         print(f"{writer.log_dir}: could not be logged to ({error.strerror}); the run goes on", file=sys.stderr)
 
 
-def save_checkpoint(path: Path, state: dict) -> None:
+def save_checkpoint(path: Path, checkpoint: dict) -> None:
     """Write tensors and plain values to `path`. The file that was there stays whole until the new one is."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")  # of this process: two may write into one folder
     try:
         with open(temporary, "wb") as file:
-            torch.save(state, file)
+            torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -1174,82 +1191,83 @@ def save_checkpoint(path: Path, state: dict) -> None:
         print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
 
 
-def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
-    """The file, the run folder's or the "latest" checkpoint of this script. Nothing in the file is executed."""
+def find_checkpoint(flag: str, name: str, run_dir: str) -> Path:
+    """The file `name`, the checkpoint of the run folder `name`, or the "latest" of this script."""
 
-    def is_ours(file: Path) -> bool:
+    def is_ours(path: Path) -> bool:
         with suppress(OSError, ValueError, TypeError, KeyError):
-            return json.loads((file.parent / "args.json").read_text())["script"] == SCRIPT
+            return json.loads((path.parent / "args.json").read_text())["script"] == SCRIPT
         return False
 
     if not name:
-        refuse(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
+        fail(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
     path = Path(name)
     if name == "latest":
-        ours = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
-        path = max(ours, key=lambda file: file.stat().st_mtime, default=Path(run_dir))
-    path = path / "checkpoint.pt" if path.is_dir() else path
+        checkpoints = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
+        path = max(checkpoints, key=lambda path: path.stat().st_mtime, default=Path(run_dir))
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     if not path.is_file():
-        refuse(f"{flag} {name}: there is no {path}; a checkpoint, a run folder or latest works")
+        fail(f"{flag} {name}: there is no {path}; a checkpoint, a run folder or latest works")
+    return path
+
+
+def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
+    """Path and content of a checkpoint of this script. Nothing in the file is executed."""
+    path = find_checkpoint(flag, name, run_dir)
     try:
         with warnings.catch_warnings(action="ignore"):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["script"] != SCRIPT:
-            raise ValueError(f"it is one of {state['script']}.py")
-        if not isinstance(state["args"], dict):
-            raise ValueError("its args are no dict")
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["script"] != SCRIPT:
+            raise ValueError(f"it is one of {checkpoint['script']}.py")
+        if checkpoint.get("version") != CHECKPOINT_VERSION:
+            raise ValueError("it was made by another version")
+        if set(checkpoint["args"]) != set(vars(Args())):
+            raise ValueError("it was made by another version, with other flags")
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({reason})")
-    return path, state
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
+    return path, checkpoint
 
 
-def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a checkpoint's run, but for those that name files or say what to do: they are the user's alone."""
-
-    def is_a(value: Any, hint: Any) -> bool:
-        if get_origin(hint) in (Union, types.UnionType):
-            return any(is_a(value, part) for part in get_args(hint))
-        if get_origin(hint) is Literal:
-            return type(value) in (str, int) and value in get_args(hint)
-        return type(value) is hint or (hint is float and type(value) is int)
-
-    hints = get_type_hints(Args)
-    if set(saved) != set(hints):
-        names = ", ".join(sorted(str(name) for name in set(saved) ^ set(hints))[:5])
-        refuse(f"{flag} {name}: made by another version of {SCRIPT}.py, with other flags ({names})")
-    for key, value in saved.items():
-        if not is_a(value, hints[key]):
-            refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py (its {key} is {str(value)[:40]!r})")
-    return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
+def saved_flags(saved_args: dict[str, Any]) -> list[str]:
+    """The command line of a checkpoint's run, but for flags that name files or say what to do: they are the user's."""
+    flags = []
+    for name, value in saved_args.items():
+        flag = name.replace("_", "-")
+        if name in COMMAND_LINE_ONLY or value is None:
+            continue
+        if type(value) is bool:
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags.append(f"--{flag}={value}")
+    return flags
 
 
-def structure(value: Any) -> Any:
+def layout(value: Any) -> Any:
     """Names, types, dtypes and shapes of what was saved; None for what no run saves, such as NaN or sparse tensors."""
     if isinstance(value, dict):
-        return {name: structure(part) for name, part in value.items()}
+        return {name: layout(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [structure(part) for part in value]
+        return [layout(part) for part in value]
     if isinstance(value, torch.Tensor):
-        is_dense = value.layout == torch.strided
-        is_finite = is_dense and (not value.is_floating_point() or bool(value.isfinite().all()))
-        return (value.dtype, value.shape) if is_finite else None
-    if type(value) in (int, float) and not -math.inf < value < math.inf or type(value) is int and value < 0:
+        if value.layout != torch.strided:
+            return None
+        if value.is_floating_point() and not value.isfinite().all():
+            return None
+        return value.dtype, value.shape
+    if type(value) is float and not math.isfinite(value):
+        return None
+    if type(value) is int and value < 0:
         return None
     return type(value)
 
 
-def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
-    """Refuse a checkpoint with parts that are not built as `expected`; `flags` are those that decide it."""
+def check_layout(asked: str, checkpoint: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
+    """Refuse a checkpoint with parts that are not laid out as `expected`; `flags` are those that decide it."""
     for name, part in expected.items():
-        if name not in saved or structure(saved[name]) != structure(part):
-            refuse(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
-
-
-def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-    """What Adam's state looks like after an update."""
-    names = "exp_avg", "exp_avg_sq"
-    return {n: {"step": torch.zeros(()), **dict.fromkeys(names, weight.detach())} for n, weight in enumerate(weights)}
+        if name not in checkpoint or layout(checkpoint[name]) != layout(part):
+            fail(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
@@ -1257,6 +1275,25 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
     (options,) = optimizer.param_groups
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     optimizer.param_groups[0].update(lr=options["lr"])  # the tensor that the loop writes to, not a copy
+
+
+def copy_tensors(target: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Into the tensors of `target`, which is laid out as `saved` is."""
+    for name, value in target.items():
+        if isinstance(value, dict):
+            copy_tensors(value, saved[name])
+        else:
+            value.copy_(saved[name])
+
+
+def init_adam(optimizer: torch.optim.Optimizer) -> None:
+    """Adam's state as its first step would make it, so that a checkpoint can be copied into it."""
+    for weight in optimizer.param_groups[0]["params"]:
+        optimizer.state[weight] = {
+            "step": torch.zeros((), device=weight.device),
+            "exp_avg": torch.zeros_like(weight),
+            "exp_avg_sq": torch.zeros_like(weight),
+        }
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
@@ -1276,7 +1313,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-@process_restored()
+@restore_process()
 def main(args: Args) -> dict:
     started = time.perf_counter()
     interrupts = Interrupts()
@@ -1307,7 +1344,7 @@ def main(args: Args) -> dict:
     beta = torch.tensor(args.beta, device=device)
     learned = torch.zeros(2, device=device)  # sums of loss and q since the last log
     samples, games = args.batch_size * args.accumulate, args.envs_per_collector
-    watch = Stopwatch(device)
+    timer = PhaseTimer(device)
 
     # --- a new run, or the rest of one ----------------------------------------------------------------------------
     global_step, updates, owed, seconds_before, starts = 0, 0, 0.0, 0.0, 0
@@ -1343,32 +1380,29 @@ def main(args: Args) -> dict:
         asked, expected = f"--resume {args.resume}", run_state()
         if args.checkpoint_replay and "replay" not in saved:
             del expected["replay"]
-        if saved.get("optimizer"):  # empty before the first update
-            expected["optimizer"] = adam_state(weights)
         if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
             del expected["scaler"]
         same_device = saved.get("device") == replay.device.type
         if not same_device:
             del expected["device"], expected["generator"]
         flags = SHAPES + (" and --buffer-size, --num-collectors, --envs-per-collector" if "replay" in expected else "")
-        refuse_if_different(asked, saved, expected, flags)
+        check_layout(asked, saved, expected, flags)
         try:
             if same_device:
                 torch.Generator(replay.device).set_state(saved["generator"])
             if "replay" in expected:
                 replay.load_state_dict(saved["replay"])
         except (RuntimeError, ValueError) as error:
-            refuse(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
+            fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
         global_step = saved["global_step"]
         updates = saved["updates"]
         seconds_before = saved["elapsed"]
         starts = saved["starts"]
         if progress() >= 1:
             over = f"its run is over after {global_step:,} steps and {elapsed():.0f} s"
-            refuse(f"{asked}: {over}; a larger --total-timesteps or --max-seconds works")
-        q_network.load_state_dict(saved["q_network"])
-        target_network.load_state_dict(saved["target_network"])
-        load_optimizer(optimizer, saved["optimizer"])
+            fail(f"{asked}: {over}; a larger --total-timesteps or --max-seconds works")
+        for name in ("q_network", "target_network", "optimizer"):
+            copy_tensors(expected[name], saved[name])
         if "scaler" in expected:
             scaler.load_state_dict(saved["scaler"])
         if same_device:
@@ -1392,7 +1426,7 @@ def main(args: Args) -> dict:
         try:
             import wandb
         except ImportError:
-            refuse("--wandb: its package is missing; pip install wandb")
+            fail("--wandb: its package is missing; pip install wandb")
     folder = folder or make_run_folder(args)
     if args.wandb:
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
@@ -1452,7 +1486,8 @@ def main(args: Args) -> dict:
     def save() -> None:
         if not all(weight.isfinite().all() for weight in weights):
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        state = {"script": SCRIPT, "args": vars(args), "collected": collected(seen_in_all), **run_state()}
+        header = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
+        state = {**header, "collected": collected(seen_in_all), **run_state()}
         save_checkpoint(folder / "checkpoint.pt", state)
 
     def count_steps(timed: bool) -> None:
@@ -1464,7 +1499,7 @@ def main(args: Args) -> dict:
 
     def log() -> None:
         count_steps(True)
-        seconds = watch.read()
+        seconds = timer.read()
         steps, learns, wall = seen["steps"], seen["updates"], sum(seconds.values()) or math.inf
         counts, ended, blocks = collected(seen), max(seen["games"], 1), max(seen["blocks"], 1)
         distance, flags, score, length, returned = (seen[name] / ended for name in EPISODE)
@@ -1509,7 +1544,7 @@ def main(args: Args) -> dict:
         seen_in_all.update(seen)
         seen.clear()
         if not math.isfinite(loss):
-            refuse(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
+            fail(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
 
     def test(episodes: int) -> dict[str, float]:
         scores = evaluate(q_network, args, episodes, device)
@@ -1572,9 +1607,9 @@ def main(args: Args) -> dict:
     if args.compile:
         some = torch.zeros(args.batch_size, args.stack, args.size, args.size, dtype=torch.uint8, device=device)
         zeros = torch.zeros(args.batch_size, device=device)
-        loss_step = compiled(loss_of, args.compile_mode, some, zeros.to(torch.int8), zeros, zeros, some, zeros)
+        loss_step = try_compile(loss_of, args.compile_mode, some, zeros.to(torch.int8), zeros, zeros, some, zeros)
     if graphs:
-        update = Graphed(update, generator, watch)
+        update = CUDAGraphStep(update, generator, timer)
     elif args.cudagraph:
         say("--cudagraph: needs CUDA, and the replay on it; the loop runs without graphs")
 
@@ -1589,7 +1624,7 @@ def main(args: Args) -> dict:
         except OSError as error:
             if updates > first_update:
                 save()
-            refuse(f"--num-collectors {args.num_collectors}: {error}")
+            fail(f"--num-collectors {args.num_collectors}: {error}")
 
     broadcast = Broadcast(flat())
     broadcast.publish(flat(), updates)
@@ -1604,13 +1639,13 @@ def main(args: Args) -> dict:
         last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
         write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
         count_steps(False)
-        watch.mark()
+        timer.lap()
         while progress() < 1 and not interrupts:
             # 1 act and step: the collectors do it meanwhile; without any, it is done here
             broadcast.progress.fill_(progress())
             if in_turn and owed < samples:
                 in_turn.step()
-                watch.mark("rollout")
+                timer.lap("rollout")
 
             # 2 store
             look_after()
@@ -1619,7 +1654,7 @@ def main(args: Args) -> dict:
             if replay.written.sum() >= args.learning_starts:
                 # What a learner falls behind by more than 100 updates is let go.
                 owed = min(owed + args.replay_ratio * new, 100.0 * samples)
-            watch.mark("store")
+            timer.lap("store")
 
             # 3 learn
             if owed >= samples:
@@ -1634,26 +1669,26 @@ def main(args: Args) -> dict:
                     torch._foreach_lerp_(target_weights, weights, args.tau)
                 if updates % args.sync_every == 0:
                     broadcast.publish(flat(), updates)  # sync: on CUDA, weights go to the CPU
-                watch.mark("learn")
+                timer.lap("learn")
             elif not new and not in_turn:
                 time.sleep(0.001)
-                watch.mark("wait")
+                timer.lap("wait")
 
             # 4 log, evaluate, save
             if due("log"):
                 log()
-                watch.mark("log")
+                timer.lap("log")
             if due("eval"):
                 count_steps(True)
                 with interrupts.at_once():
                     scores = test(max(args.eval_episodes // 10, 1))
                 count_steps(False)
-                watch.mark()
+                timer.lap()
             if due("checkpoint"):
                 count_steps(True)
                 save()
                 count_steps(False)
-                watch.mark()
+                timer.lap()
         count_steps(True)
     finally:
         fleet.stop()
@@ -1663,7 +1698,7 @@ def main(args: Args) -> dict:
     while new := store():
         global_step += new
     log()
-    wall_seconds, busy = elapsed(), sum(watch.total.values()) or math.inf
+    wall_seconds, busy = elapsed(), sum(timer.total.values()) or math.inf
     save()
     steps, learns = global_step - first_step, seen_in_all["updates"]
     summary = {
@@ -1680,8 +1715,8 @@ def main(args: Args) -> dict:
         "updates_per_second": learns / busy,
         "samples_per_second": learns * samples / busy,
         "replay_ratio": learns * samples / max(steps, 1),
-        "rollout_fraction": 1 - watch.total["learn"] / busy,
-        "train_fraction": watch.total["learn"] / busy,
+        "rollout_fraction": 1 - timer.total["learn"] / busy,
+        "train_fraction": timer.total["learn"] / busy,
         "experience_rate": seen_in_all["steps"] / busy,
         **collected(seen_in_all),
         "replay_kib_per_transition": replay.kib,
@@ -1705,29 +1740,31 @@ def main(args: Args) -> dict:
     return summary
 
 
-def parse() -> Args:
-    """The command line, with --resume and --evaluate on top of the flags of that run."""
+def parse_args() -> Args:
+    """The command line. With --resume and --evaluate it stands on top of the flags of that run."""
     args = tyro.cli(Args, description=__doc__)
     flag = "resume" if args.resume is not None else "evaluate"
     name = getattr(args, flag)
     if name is None:
         return args
-    path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
-    flags = saved_flags(f"--{flag}", name, saved["args"])
-    if args.total_timesteps is not None or args.max_seconds is not None:
-        flags |= {"total_timesteps": None, "max_seconds": None}  # a new limit takes the place of the old ones
-    args = tyro.cli(Args, default=Args(**flags), description=__doc__)
-    return replace(args, **{flag: str(path)})  # looked up once: the latest may soon be another one
+    path, checkpoint = load_checkpoint(f"--{flag}", name, args.run_dir)
+    saved_args = checkpoint["args"]
+    if args.total_timesteps is not None or args.max_seconds is not None:  # a new limit replaces the old ones
+        saved_args["total_timesteps"] = None
+        saved_args["max_seconds"] = None
+    args = tyro.cli(Args, args=saved_flags(saved_args) + sys.argv[1:], description=__doc__)
+    setattr(args, flag, str(path))  # looked up once: the latest may soon be another one
+    return args
 
 
 if __name__ == "__main__":
     try:
-        main(parse())
+        main(parse_args())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except (OSError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
-            refuse("out of memory: a smaller --batch-size, --buffer-size, --ring-blocks or --hidden-size works")
+            fail("out of memory: a smaller --batch-size, --buffer-size, --ring-blocks or --hidden-size works")
         if not isinstance(error, OSError):
             raise
-        refuse(str(error))
+        fail(str(error))

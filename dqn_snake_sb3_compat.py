@@ -28,7 +28,6 @@ import sys
 import threading
 import time
 import timeit
-import types
 import warnings
 import zipfile
 from collections import Counter, deque
@@ -37,7 +36,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice, pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -55,6 +54,7 @@ from envs.snake import MOVES, VARIANTS, SnakeEnv
 SCRIPT = Path(__file__).stem
 MOST_GAMES = 10_000  # of an evaluation, and side by side
 EVAL_SEED = 2**31 - MOST_GAMES  # the games of an evaluation have the seeds from here on, those of training lie below
+CHECKPOINT_VERSION = 2
 GIF_FRAMES = 1_000
 GIF_SIDE = 640  # pixels; larger frames are shrunk
 
@@ -184,7 +184,7 @@ def settings() -> tuple[dict[str, int | bool], dict[str, str]]:
     try:
         file = dotenv_values(".env") if Path(".env").exists() else {}
     except (OSError, ValueError) as error:
-        refuse(f".env: cannot be read ({error}); lines like USE_BF16=1 work")
+        fail(f".env: cannot be read ({error}); lines like USE_BF16=1 work")
     values, sources = {}, {}
     words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     for name, flag in SETTINGS.items():
@@ -199,7 +199,7 @@ def settings() -> tuple[dict[str, int | bool], dict[str, str]]:
             value = int(text) if is_number else None
             accepted = "a whole number above 0"
         if value is None:
-            refuse(f"{name}={text[:40]} (in {place}): must be {accepted}")
+            fail(f"{name}={text[:40]} (in {place}): must be {accepted}")
         values[flag] = value
         sources[flag] = f"{name} in {place}"
     return values, sources
@@ -224,22 +224,22 @@ def resolve(args: Args, device: torch.device) -> Args:
             highest = limits.get(name, sys.maxsize)
             if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
                 lowest = "0 or more" if name in may_be_0 else "above 0"
-                refuse(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
+                fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
     if args.bf16 and args.fp16:
-        refuse("--bf16 --fp16: choose one of them")
+        fail("--bf16 --fp16: choose one of them")
     if args.cudagraph and args.compile and args.compile_mode != "default":
-        refuse(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
+        fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
     if args.render and args.evaluate is None:
-        refuse("--render: shows a trained agent, so it needs --evaluate PATH")
+        fail("--render: shows a trained agent, so it needs --evaluate PATH")
     sources = [name for name in ("resume", "evaluate", "import_sb3") if getattr(args, name) is not None]
     if len(sources) > 1:
         flags = " ".join(f"--{name.replace('_', '-')}" for name in sources)
-        refuse(f"{flags}: each says where the weights come from; choose one of them")
+        fail(f"{flags}: each says where the weights come from; choose one of them")
     if args.num_envs > args.buffer_size:
-        refuse(f"--num-envs {args.num_envs}: one step of every game has to fit in --buffer-size {args.buffer_size}")
+        fail(f"--num-envs {args.num_envs}: one step of every game has to fit in --buffer-size {args.buffer_size}")
     if args.export_sb3 is not None:
         if args.evaluate is not None:
-            refuse("--export-sb3 --evaluate: a zip is written at the end of a training; --resume works")
+            fail("--export-sb3 --evaluate: a zip is written at the end of a training; --resume works")
         check_writable("--export-sb3", args.export_sb3)
     return args
 
@@ -254,13 +254,13 @@ def check_writable(flag: str, name: str) -> None:
         if is_new:
             path.unlink()
     except (OSError, ValueError) as error:  # ValueError: a null byte
-        refuse(f"{flag} {name!r}: cannot be written ({error}); the path of a zip in a folder that exists works")
+        fail(f"{flag} {name!r}: cannot be written ({error}); the path of a zip in a folder that exists works")
 
 
 def board_of(args: Args) -> tuple[int, ...]:
     sides = args.board.split("x")
     if len(sides) != 2 or not all(side.isdecimal() and len(side) < 4 for side in sides):
-        refuse(f"--env-id {args.env_id} --board {args.board}: must be rows x columns; 20x20 works")
+        fail(f"--env-id {args.env_id} --board {args.board}: must be rows x columns; 20x20 works")
     return tuple(int(side) for side in sides)
 
 
@@ -276,16 +276,16 @@ def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> list
     except Exception as error:  # whatever the code of a game raises
         board = "" if args.board is None else f" --board {args.board}"
         reason = " ".join(str(error).split())[:200]
-        refuse(f"--env-id {args.env_id}{board}: {reason}; {', '.join(VARIANTS)} and Gymnasium's ids work")
+        fail(f"--env-id {args.env_id}{board}: {reason}; {', '.join(VARIANTS)} and Gymnasium's ids work")
     observations, actions = envs[0].observation_space, envs[0].action_space
     is_box = isinstance(observations, gym.spaces.Box) and len(observations.shape) > 0
     if not is_box or not isinstance(actions, gym.spaces.Discrete) or actions.start:
-        refuse(f"--env-id {args.env_id}: needs Box observations and Discrete actions, not {observations} and {actions}")
+        fail(f"--env-id {args.env_id}: needs Box observations and Discrete actions, not {observations} and {actions}")
     image, shape = is_image(observations), observations.shape
     if args.policy == "CnnPolicy" and not (image and sorted(shape)[1] >= 36):
-        refuse(f"--policy CnnPolicy: needs images of 36x36 or more, {args.env_id} has {observations}; MlpPolicy works")
+        fail(f"--policy CnnPolicy: needs images of 36x36 or more, {args.env_id} has {observations}; MlpPolicy works")
     if args.policy == "transformer" and (len(shape) != 3 or image):
-        refuse(f"--policy transformer: needs a board of cells, {args.env_id} has {observations}; MlpPolicy works")
+        fail(f"--policy transformer: needs a board of cells, {args.env_id} has {observations}; MlpPolicy works")
     if image and np.argmin(observations.shape) != 0:
         rows, columns, channels = shape
         turned = gym.spaces.Box(0, 255, (channels, rows, columns), np.uint8)
@@ -451,7 +451,7 @@ class Replay:
         obs = [(shape + space.shape, space.dtype)] * 2
         kinds = [*obs, (shape, np.dtype(np.int64)), (shape, np.dtype(np.float32)), (shape, np.dtype(np.float32))]
         each = 2 * math.prod(space.shape) * space.dtype.itemsize + 16
-        refuse_if_too_large("--buffer-size", args.buffer_size, each, device)
+        check_memory("--buffer-size", args.buffer_size, each, device)
         rings = [torch.from_numpy(np.zeros(*kind)).to(device) for kind in kinds]  # on a CPU memory is taken as it fills
         self.flat = [ring.flatten(0, 1) for ring in rings]
         self.rings = [ring.numpy() for ring in rings] if device.type == "cpu" else rings
@@ -552,7 +552,7 @@ def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, flo
     """--evaluate: one game in the terminal (--render), or the scores of many and a GIF (--video)."""
     path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
     expected = {"q_net": q_network.state_dict()}
-    refuse_if_different(f"--evaluate {args.evaluate}", saved, expected, SHAPES)
+    check_layout(f"--evaluate {args.evaluate}", saved, expected, SHAPES)
     q_network.load_state_dict(saved["q_net"])
     q_network.eval()
     if args.render:
@@ -561,7 +561,7 @@ def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, flo
         try:
             first = next(frames)
         except Exception as error:  # a package is missing, or there is no screen
-            refuse(f"--render: {args.env_id} cannot be shown ({' '.join(str(error).split())[:200]})")
+            fail(f"--render: {args.env_id} cannot be shown ({' '.join(str(error).split())[:200]})")
         for frame in chain([first], frames):
             if frame is not None:  # a game with a window draws into it
                 say(f"\033[H\033[J{frame}")
@@ -577,7 +577,7 @@ def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, flo
 def put_back(env: SnakeEnv, state: dict[str, Any], obs: torch.Tensor) -> None:
     """Go on with a saved game. Raises one of MALFORMED for what is no game of this board, seen as `obs`."""
     plain = {name: value for name, value in env.state_dict().items() if name not in ("body", "free", "slot", "food")}
-    fits = structure({name: state[name] for name in plain}) == structure(plain)
+    fits = layout({name: state[name] for name in plain}) == layout(plain)
     if not fits or len(state) != len(plain) + 4 or not state["heading"] < len(MOVES):
         raise ValueError("other parts than a game has")
     cells = [*state["body"], *state["free"]]
@@ -619,7 +619,7 @@ def read_sb3(path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
     Pickled objects in it are left alone, nothing is executed: they are read as text, or as what their opcodes spell.
     """
     if not path:
-        refuse("--import-sb3 '': names nothing; a zip written by stable_baselines3's DQN works")
+        fail("--import-sb3 '': names nothing; a zip written by stable_baselines3's DQN works")
     try:
         with zipfile.ZipFile(path) as archive:
             data = json.loads(archive.read("data"))
@@ -632,12 +632,12 @@ def read_sb3(path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
         saved["observation_space"] = data["observation_space"]
         return sb3_flags(data, saved["policy.optimizer"]), sb3_counters(data), saved
     except FileNotFoundError:
-        refuse(f"--import-sb3 {path}: there is no such file; a zip written by stable_baselines3's DQN works")
+        fail(f"--import-sb3 {path}: there is no such file; a zip written by stable_baselines3's DQN works")
     except UnsupportedZip as error:
-        refuse(f"--import-sb3 {path}: cannot be gone on with: {error}")
+        fail(f"--import-sb3 {path}: cannot be gone on with: {error}")
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        refuse(f"--import-sb3 {path}: not a whole zip of stable_baselines3's DQN ({reason})")
+        fail(f"--import-sb3 {path}: not a whole zip of stable_baselines3's DQN ({reason})")
 
 
 def pickled_words(entry: dict[str, str]) -> list[str | int]:
@@ -733,7 +733,7 @@ def sb3_counters(data: dict[str, Any]) -> dict[str, Any]:
         "episodes": data["_episode_num"],
         "epsilon": float(data["exploration_rate"]),
     }
-    if structure(counters) != {**dict.fromkeys(counters, int), "epsilon": float}:
+    if layout(counters) != {**dict.fromkeys(counters, int), "epsilon": float}:
         raise ValueError(f"its counters are {counters}")
     return counters
 
@@ -749,17 +749,17 @@ def import_sb3_zip(
     moments = saved["policy.optimizer"].get("state")
     if moments:  # none before the first update
         expected["state"] = adam_state(list(networks["q_net"].parameters()))
-    refuse_if_different(asked, {"policy": saved["policy"], "state": moments}, expected, SHAPES)
+    check_layout(asked, {"policy": saved["policy"], "state": moments}, expected, SHAPES)
     for name, ours in (("_shape", list(space.shape)), ("dtype", str(space.dtype))):
         theirs = saved["observation_space"].get(name, ours)
         if theirs != ours:
-            refuse(f"{asked}: does not fit (it sees {theirs}, --env-id {args.env_id} shows {ours})")
+            fail(f"{asked}: does not fit (it sees {theirs}, --env-id {args.env_id} shows {ours})")
     for name, network in networks.items():
         network.load_state_dict({key: saved["policy"][f"{name}.{key}"] for key in network.state_dict()})
     if moments:
         steps = {moment["step"].item() for moment in moments.values()}
         if len(steps) > 1 or min(steps) < 1:
-            refuse(f"{asked}: does not fit (Adam has made {sorted(steps)} steps, as a number it has to be one)")
+            fail(f"{asked}: does not fit (Adam has made {sorted(steps)} steps, as a number it has to be one)")
         for name in ("exp_avg", "exp_avg_sq"):
             optimizer[name].copy_(torch.cat([moments[number][name].flatten() for number in sorted(moments)]))
         optimizer["step"].fill_(steps.pop())
@@ -841,14 +841,14 @@ def write_sb3(
 # --------------------------------------------------------------- blocks that all scripts share, letter for letter
 
 
-def refuse(message: str) -> NoReturn:
+def fail(message: str) -> NoReturn:
     """End with one line about what the user asked for, and exit code 2."""
     print(f"{SCRIPT}.py: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def say(line: str, end: str = "\n") -> None:
-    """Print. When nobody reads any more (`| head`), the run is stopped as by SIGTERM: it saves, and is silent."""
+    """Print. When nobody reads any more (`| head`), the run ends as by SIGTERM: it saves, and is silent."""
     try:
         print(line, end=end, flush=True)
     except BrokenPipeError:
@@ -856,32 +856,38 @@ def say(line: str, end: str = "\n") -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
-    """Refuse storage of `value` * `each` + `fixed` bytes that does not fit; says which multiple of `unit` does."""
+def check_memory(flag: str, value: int, bytes_each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
+    """Refuse `value` * `bytes_each` + `fixed` bytes that do not fit, and name the multiple of `unit` that does."""
     if device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[0]
+        available = torch.cuda.mem_get_info(device)[0]
+    elif hasattr(os, "sysconf"):
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    needed, most = value * each + fixed, (0.9 * room - fixed) // each // unit * unit
+        return
+    needed = value * bytes_each + fixed
+    most = int(0.9 * available - fixed) // bytes_each // unit * unit
     if value > most:
-        works = f"at most {most:.0f} works" if most > 0 else "smaller sizes of everything else might"
-        refuse(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; {works}")
+        advice = f"at most {most} works" if most > 0 else "smaller sizes of everything else might"
+        fail(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {available / 2**30:.1f}; {advice}")
 
 
 def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+        fail("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
+    on_cuda = name != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if on_cuda else "cpu")
 
 
-def matmul_rate(threads: int) -> float:
-    """Matrix products per second on so many threads, over 0.2 s: some turns of the scheduler."""
+def matmuls_per_second(threads: int) -> float:
+    """On so many threads, measured for 0.2 s: some turns of the scheduler."""
     torch.set_num_threads(threads)
-    x, products, started = torch.ones(256, 256), 0, time.perf_counter()
-    while time.perf_counter() < started + 0.2:
+    x = torch.ones(256, 256)
+    matmuls = 0
+    start = time.perf_counter()
+    while time.perf_counter() < start + 0.2:
         torch.relu_(x @ x)
-        products += 1
-    return products / (time.perf_counter() - started)
+        matmuls += 1
+    return matmuls / (time.perf_counter() - start)
 
 
 def pick_threads(cores: int) -> int:
@@ -891,7 +897,9 @@ def pick_threads(cores: int) -> int:
     one 5,700 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
     """
     most = min(cores, 8)
-    rates = {threads: matmul_rate(threads) for threads in sorted({most, max(most - 1, 1), max(most // 2, 1), 1})}
+    rates = {}
+    for threads in sorted({1, max(most // 2, 1), max(most - 1, 1), most}):
+        rates[threads] = matmuls_per_second(threads)
     best = max(rates, key=rates.get)
     if rates[best] < 1.1 * rates[most]:
         return most
@@ -901,25 +909,29 @@ def pick_threads(cores: int) -> int:
 
 def bf16_speedup() -> float:
     """How many times as fast as in fp32 this CPU multiplies matrices in bfloat16."""
-    matrices = (torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-    half, full = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in matrices)
-    return full / half
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.ones(256, 256, dtype=dtype)
+        seconds[dtype] = min(timeit.repeat(lambda x=x: x @ x, number=1, repeat=5))
+    return seconds[torch.float32] / seconds[torch.bfloat16]
 
 
 def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> torch.dtype:
-    """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
+    """dtype of the forward passes. A flag that has no effect here says so in one line, and fp32 it is."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = (
-            tf32  # convolutions and recurrent layers have a switch of their own, on by default
-        )
-        if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        torch.backends.cudnn.allow_tf32 = tf32  # of convolutions and recurrent layers, on by default
+        if fp16:
+            return torch.float16
+        if bf16 and torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        if bf16:
             say("--bf16: this GPU has no units for it; fp32 is used instead")
-            return torch.float32
-        return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
-    for flag, asked in (("--fp16", fp16), ("--tf32", tf32)):
-        if asked:
-            say(f"{flag}: needs CUDA; fp32 is used instead")
+        return torch.float32
+    if fp16:
+        say("--fp16: needs CUDA; fp32 is used instead")
+    if tf32:
+        say("--tf32: needs CUDA; fp32 is used instead")
     if bf16:
         speedup = bf16_speedup()
         if speedup > 1:
@@ -928,28 +940,29 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     return torch.float32
 
 
-def compiled(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
-    """`function` compiled, or as it is where that fails: compilation is lazy, so only running it here shows."""
+def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
+    """`function` compiled, or as it is where that fails: compilation is lazy, so only a call shows whether it works."""
     try:
-        fast = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
-        fast(*example)
-        return fast
+        compiled = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
+        compiled(*example)
+        return compiled
     except Exception as error:
-        say(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
+        reason = str(error).strip().splitlines()[0][:120]
+        say(f"--compile: failed ({reason}); eager mode is used instead")
         return function
 
 
-class Graphed:
+class CUDAGraphStep:
     """`function` without arguments or result, replayed as a CUDA graph. Every call has its effect exactly once.
 
     The first three calls run it as it is, which makes what it allocates only once. It may use nothing but tensors that
     live on, and numbers that never change. Where it cannot be captured, `graph` is None and it goes on as it is.
     """
 
-    def __init__(self, function: Callable[[], None], generator: torch.Generator, watch: "Stopwatch") -> None:
+    def __init__(self, function: Callable[[], None], generator: torch.Generator, timer: "PhaseTimer") -> None:
         self.function = function
         self.generator = generator
-        self.watch = watch
+        self.timer = timer
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
         self.stream = torch.cuda.Stream()
@@ -978,40 +991,41 @@ class Graphed:
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self.function()
         except RuntimeError as error:
-            say(
-                f"--cudagraph: failed ({str(error).strip().splitlines()[0][:120]}); the loop goes on without this graph"
-            )
+            reason = str(error).strip().splitlines()[0][:120]
+            say(f"--cudagraph: failed ({reason}); the loop goes on without this graph")
             self.graph = None
-            self.generator.graphsafe_set_state(
-                self.generator.clone_state()
-            )  # the old one still takes part in a capture
-        self.watch.mark()
+            self.generator.graphsafe_set_state(self.generator.clone_state())  # the old one still is in a capture
+        self.timer.lap()
 
 
-class Stopwatch:
-    """Seconds by phase. `mark(phase)` ends a phase that began at the mark before; without a name it counts nowhere.
+class PhaseTimer:
+    """Seconds by phase. `lap(phase)` ends a phase that began at the lap before; what `lap()` ends counts nowhere.
 
-    On CUDA marks are events in the stream: work is charged to the phase that queued it, and nothing waits.
+    On CUDA laps are events in the stream: work is charged to the phase that queued it, and nothing waits.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda, self.marks, self.total = device.type == "cuda", [], Counter()
+        self.cuda = device.type == "cuda"
+        self.laps = []
+        self.total = Counter()
 
-    def mark(self, phase: str = "") -> None:
+    def lap(self, phase: str = "") -> None:
         if not self.cuda:
-            self.marks.append((phase, time.perf_counter()))
+            self.laps.append((phase, time.perf_counter()))
         elif not torch.cuda.is_current_stream_capturing():
-            self.marks.append((phase, torch.cuda.Event(enable_timing=True)))
-            self.marks[-1][1].record()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.laps.append((phase, event))
 
     def read(self) -> Counter:
         """Seconds by phase since the last read."""
         if self.cuda:
             torch.cuda.synchronize()  # sync: once per log interval
         seconds = Counter()
-        for (_, start), (phase, end) in pairwise(self.marks):
+        for (_, start), (phase, end) in pairwise(self.laps):
             seconds[phase] += start.elapsed_time(end) / 1000 if self.cuda else end - start
-        del seconds[""], self.marks[:-1]
+        del seconds[""]
+        del self.laps[:-1]
         self.total += seconds
         return seconds
 
@@ -1023,9 +1037,10 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.count, self.raises = 0, False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.interrupt)
+        self.count = 0
+        self.raises = False
+        signal.signal(signal.SIGINT, self.interrupt)
+        signal.signal(signal.SIGTERM, self.interrupt)
 
     def __bool__(self) -> bool:
         return self.count > 0
@@ -1047,10 +1062,12 @@ class Interrupts:
 
 
 @contextmanager
-def process_restored() -> Iterator[None]:
+def restore_process() -> Iterator[None]:
     """At the end, put back what a run sets for its whole process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     cudnn_tf32 = torch.backends.cudnn.allow_tf32
     excepthook = threading.excepthook
 
@@ -1063,8 +1080,8 @@ def process_restored() -> Iterator[None]:
         yield
     finally:
         threading.excepthook = excepthook
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, on_interrupt)
+        signal.signal(signal.SIGTERM, on_terminate)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = cudnn_tf32
@@ -1083,9 +1100,9 @@ def make_run_folder(args: Args) -> Path:
             return folder
         except FileExistsError:
             if args.run_name:
-                refuse(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
+                fail(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
         except OSError as error:
-            refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+            fail(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
 
 
 def write_json(path: Path, values: dict) -> None:
@@ -1104,12 +1121,12 @@ def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -
         print(f"{writer.log_dir}: could not be logged to ({error.strerror}); the run goes on", file=sys.stderr)
 
 
-def save_checkpoint(path: Path, state: dict) -> None:
+def save_checkpoint(path: Path, checkpoint: dict) -> None:
     """Write tensors and plain values to `path`. The file that was there stays whole until the new one is."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")  # of this process: two may write into one folder
     try:
         with open(temporary, "wb") as file:
-            torch.save(state, file)
+            torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -1120,76 +1137,83 @@ def save_checkpoint(path: Path, state: dict) -> None:
         print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
 
 
-def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
-    """The file, the run folder's or the "latest" checkpoint of this script. Nothing in the file is executed."""
+def find_checkpoint(flag: str, name: str, run_dir: str) -> Path:
+    """The file `name`, the checkpoint of the run folder `name`, or the "latest" of this script."""
 
-    def is_ours(file: Path) -> bool:
+    def is_ours(path: Path) -> bool:
         with suppress(OSError, ValueError, TypeError, KeyError):
-            return json.loads((file.parent / "args.json").read_text())["script"] == SCRIPT
+            return json.loads((path.parent / "args.json").read_text())["script"] == SCRIPT
         return False
 
     if not name:
-        refuse(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
+        fail(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
     path = Path(name)
     if name == "latest":
-        ours = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
-        path = max(ours, key=lambda file: file.stat().st_mtime, default=Path(run_dir))
-    path = path / "checkpoint.pt" if path.is_dir() else path
+        checkpoints = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
+        path = max(checkpoints, key=lambda path: path.stat().st_mtime, default=Path(run_dir))
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     if not path.is_file():
-        refuse(f"{flag} {name}: there is no {path}; a checkpoint, a run folder or latest works")
+        fail(f"{flag} {name}: there is no {path}; a checkpoint, a run folder or latest works")
+    return path
+
+
+def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
+    """Path and content of a checkpoint of this script. Nothing in the file is executed."""
+    path = find_checkpoint(flag, name, run_dir)
     try:
         with warnings.catch_warnings(action="ignore"):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["script"] != SCRIPT:
-            raise ValueError(f"it is one of {state['script']}.py")
-        if not isinstance(state["args"], dict):
-            raise ValueError("its args are no dict")
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["script"] != SCRIPT:
+            raise ValueError(f"it is one of {checkpoint['script']}.py")
+        if checkpoint.get("version") != CHECKPOINT_VERSION:
+            raise ValueError("it was made by another version")
+        if set(checkpoint["args"]) != set(vars(Args())):
+            raise ValueError("it was made by another version, with other flags")
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({reason})")
-    return path, state
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
+    return path, checkpoint
 
 
-def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a checkpoint's run, but for those that name files or say what to do: they are the user's alone."""
-
-    def is_a(value: Any, hint: Any) -> bool:
-        if get_origin(hint) in (Union, types.UnionType):
-            return any(is_a(value, part) for part in get_args(hint))
-        if get_origin(hint) is Literal:
-            return type(value) in (str, int) and value in get_args(hint)
-        return type(value) is hint or (hint is float and type(value) is int)
-
-    hints = get_type_hints(Args)
-    if set(saved) != set(hints):
-        names = ", ".join(sorted(str(name) for name in set(saved) ^ set(hints))[:5])
-        refuse(f"{flag} {name}: made by another version of {SCRIPT}.py, with other flags ({names})")
-    for key, value in saved.items():
-        if not is_a(value, hints[key]):
-            refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py (its {key} is {str(value)[:40]!r})")
-    return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
+def saved_flags(saved_args: dict[str, Any]) -> list[str]:
+    """The command line of a checkpoint's run, but for flags that name files or say what to do: they are the user's."""
+    flags = []
+    for name, value in saved_args.items():
+        flag = name.replace("_", "-")
+        if name in COMMAND_LINE_ONLY or value is None:
+            continue
+        if type(value) is bool:
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags.append(f"--{flag}={value}")
+    return flags
 
 
-def structure(value: Any) -> Any:
+def layout(value: Any) -> Any:
     """Names, types, dtypes and shapes of what was saved; None for what no run saves, such as NaN or sparse tensors."""
     if isinstance(value, dict):
-        return {name: structure(part) for name, part in value.items()}
+        return {name: layout(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [structure(part) for part in value]
+        return [layout(part) for part in value]
     if isinstance(value, torch.Tensor):
-        is_dense = value.layout == torch.strided
-        is_finite = is_dense and (not value.is_floating_point() or bool(value.isfinite().all()))
-        return (value.dtype, value.shape) if is_finite else None
-    if type(value) in (int, float) and not -math.inf < value < math.inf or type(value) is int and value < 0:
+        if value.layout != torch.strided:
+            return None
+        if value.is_floating_point() and not value.isfinite().all():
+            return None
+        return value.dtype, value.shape
+    if type(value) is float and not math.isfinite(value):
+        return None
+    if type(value) is int and value < 0:
         return None
     return type(value)
 
 
-def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
-    """Refuse a checkpoint with parts that are not built as `expected`; `flags` are those that decide it."""
+def check_layout(asked: str, checkpoint: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
+    """Refuse a checkpoint with parts that are not laid out as `expected`; `flags` are those that decide it."""
     for name, part in expected.items():
-        if name not in saved or structure(saved[name]) != structure(part):
-            refuse(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
+        if name not in checkpoint or layout(checkpoint[name]) != layout(part):
+            fail(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
 def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
@@ -1215,7 +1239,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-@process_restored()
+@restore_process()
 def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     started = time.perf_counter()
     interrupts = Interrupts()
@@ -1256,7 +1280,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     replay = Replay(args, envs[0].observation_space, device)
     index = torch.zeros(args.batch_size, dtype=torch.int64, device=device)  # what the next update learns from
     loss_sum = torch.zeros(1, device=device)  # since the last log
-    watch = Stopwatch(device)
+    timer = PhaseTimer(device)
 
     actions = envs[0].action_space
     actions.seed(args.seed)
@@ -1317,7 +1341,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         del expected["envs"]
         if args.checkpoint_replay and "replay" not in saved:
             del expected["replay"]
-        refuse_if_different(asked, saved, expected, f"{SHAPES} and --num-envs")
+        check_layout(asked, saved, expected, f"{SHAPES} and --num-envs")
         try:
             torch.Generator().set_state(saved["torch"])
             np.random.PCG64().state = saved["action_space"]
@@ -1331,7 +1355,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             if "replay" in expected:
                 replay.load_state_dict(saved["replay"], int(actions.n))
         except MALFORMED as error:
-            refuse(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({type(error).__name__}: {error})")
+            fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({type(error).__name__}: {error})")
         for name, network in networks.items():
             network.load_state_dict(saved[name])
         for name, tensor in optimizer.items():
@@ -1363,7 +1387,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         if progress() >= 1:
             over = f"its run is over after {global_step:,} steps, {episodes:,} games and {elapsed():.0f} s"
             works = "a larger --total-timesteps, --episodes or --max-seconds works"
-            refuse(f"--resume {args.resume}: {over}; {works}")
+            fail(f"--resume {args.resume}: {over}; {works}")
         folder = path.parent
         write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
         for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
@@ -1379,7 +1403,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         try:
             import wandb
         except ImportError:
-            refuse("--wandb: its package is missing; pip install wandb")
+            fail("--wandb: its package is missing; pip install wandb")
     folder = folder or make_run_folder(args)
     if args.wandb:
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
@@ -1403,7 +1427,8 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     def save() -> None:
         if not weights.isfinite().all():
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        save_checkpoint(folder / "checkpoint.pt", {"script": SCRIPT, "args": vars(args), **run_state()})
+        header = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
+        save_checkpoint(folder / "checkpoint.pt", header | run_state())
 
     def export() -> None:
         state = {"num_timesteps": global_step, "_n_updates": updates, "_n_calls": calls, "_episode_num": episodes}
@@ -1415,7 +1440,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             print(f"--export-sb3 {args.export_sb3}: could not be written ({error})", file=sys.stderr)
 
     def log() -> None:
-        seconds = watch.read()
+        seconds = timer.read()
         steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
         loss = loss_sum.item()
         loss_sum.zero_()
@@ -1427,7 +1452,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             "perf/rollout_fraction": 1 - seconds["learn"] / wall,
             "rollout/exploration_rate": epsilon,
             "train/learning_rate": learning_rate.item(),
-            "time/fps": (global_step - first_step) / sum(watch.total.values()),
+            "time/fps": (global_step - first_step) / sum(timer.total.values()),
         }
         scalars |= {f"perf/{phase}_ms": 1000 * spent * args.num_envs / steps for phase, spent in seconds.items()}
         returned, length, score = np.mean(finished, 0) if finished else (math.nan,) * 3
@@ -1446,7 +1471,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         line += f"  epsilon {epsilon:.3f}  return {returned:7.1f}  score {score:5.1f}"
         say(line, end="\r" if sys.stdout.isatty() else "\n")
         if not math.isfinite(loss):
-            refuse(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
+            fail(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
 
     def test(games: int) -> dict[str, float]:
         scores = evaluate(actor, args, games, device)
@@ -1488,14 +1513,14 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             action[:] = [actions.sample() for _ in envs]
         else:
             action[:] = greedy(obs)
-        watch.mark("act")
+        timer.lap("act")
         ended = []
         for lane, env in enumerate(envs):
             next_obs[lane], reward[lane], terminated, truncated, info = env.step(action[lane])
             discount[lane] = 0 if terminated else args.gamma  # a game that ran out of time goes on counting
             if terminated or truncated:
                 ended.append((lane, info))
-        watch.mark("env")
+        timer.lap("env")
         # 2 store
         replay.store(obs, next_obs, action, reward, discount)
         obs[:], returns[:], lengths[:] = next_obs, returns + reward, lengths + 1
@@ -1503,7 +1528,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             finished.append((returns[lane], lengths[lane], info.get("score", returns[lane])))
             obs[lane], returns[lane], lengths[lane] = envs[lane].reset()[0], 0, 0
         episodes += len(ended)
-        watch.mark("store")
+        timer.lap("store")
 
     def update() -> None:
         loss = loss_of(*replay.gather(index))
@@ -1527,7 +1552,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         small = [(layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in actor.q_net[::2]]
     if args.compile:
         torch._dynamo.reset()  # of a run before this one in the same process
-        policy = policy if small else compiled(policy, args.compile_mode, torch.from_numpy(obs).to(device))
+        policy = policy if small else try_compile(policy, args.compile_mode, torch.from_numpy(obs).to(device))
         state = weights, target_weights, *optimizer.values(), loss_sum
         before = [tensor.clone() for tensor in state]
         if device.type == "cuda":  # else reduce-overhead makes no graph, and does not say so
@@ -1537,12 +1562,12 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         options = {"cpp_wrapper": device.type == "cpu", "guard_filter_fn": lambda guards: [False] * len(guards)}
         one_graph = torch._dynamo.config.patch(trace_autograd_ops=True)  # from the replay to the new weights
         with one_graph, torch.random.fork_rng():
-            update = compiled(update, args.compile_mode, **options)
+            update = try_compile(update, args.compile_mode, **options)
         for tensor, value in zip(state, before):  # that was a trial
             tensor.copy_(value)
     is_compiled = update is not eager
     if graphs:
-        update = Graphed(update, torch.Generator(device), watch)
+        update = CUDAGraphStep(update, torch.Generator(device), timer)
     elif args.cudagraph:
         say("--cudagraph: needs CUDA; the loop runs without graphs")
     active = [precision, "compiled" if is_compiled else "eager", f"batch size {args.batch_size}", *filter(None, [sdpa])]
@@ -1554,7 +1579,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     target_every = max(args.target_update_interval // args.num_envs, 1)
     last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
     write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
-    watch.mark()
+    timer.lap()
     while progress() < 1 and not interrupts:
         # 1 act and step, 2 store
         for _ in range(args.train_freq):
@@ -1565,7 +1590,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
                 target_weights.mul_(1 - args.tau).add_(weights, alpha=args.tau)  # rounds as SB3 does, unlike lerp_
             epsilon = epsilon_at(progress(), args.exploration_initial_eps, args.exploration_final_eps,
                                  args.exploration_fraction)  # fmt: skip
-        watch.mark("rollout")
+        timer.lap("rollout")
 
         # 3 learn
         if global_step > args.learning_starts:
@@ -1575,25 +1600,25 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
                 replay.draw(index)
                 update()
             updates += per_round
-        watch.mark("learn")
+        timer.lap("learn")
 
         # 4 log, evaluate, save
         if due("log"):
             log()
             logged_step, logged_update = global_step, updates
-            watch.mark("log")
+            timer.lap("log")
         if due("eval"):
             with interrupts.at_once():
                 scores = test(max(args.eval_episodes // 10, 1))
-            watch.mark()
+            timer.lap()
         if due("checkpoint"):
             save()
-            watch.mark()
+            timer.lap()
 
     # --- the end: what must not be lost first ---------------------------------------------------------------------
     if global_step > logged_step:
         log()
-    wall_seconds, busy = elapsed(), sum(watch.total.values()) or math.inf
+    wall_seconds, busy = elapsed(), sum(timer.total.values()) or math.inf
     save()
     steps, learns = global_step - first_step, updates - first_update
     summary = {
@@ -1612,8 +1637,8 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         "updates_per_second": learns / busy,
         "samples_per_second": learns * args.batch_size / busy,
         "replay_ratio": learns * args.batch_size / max(steps, 1),
-        "rollout_fraction": 1 - watch.total["learn"] / busy,
-        "train_fraction": watch.total["learn"] / busy,
+        "rollout_fraction": 1 - timer.total["learn"] / busy,
+        "train_fraction": timer.total["learn"] / busy,
         **scores,
     }
     write_json(folder / "summary.json", summary)
@@ -1637,44 +1662,45 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     return summary
 
 
-def parse() -> tuple[Args, dict[str, str]]:
+def parse_args() -> tuple[Args, dict[str, str]]:
     """The command line on top of a checkpoint's flags, or of the environment, .env, a zip's flags and the defaults.
 
     Also says, by flag, where settings come from that are not the defaults.
     """
     values, sources = settings()
     args = tyro.cli(Args, default=Args(**values), description=__doc__)
-    found = {}
-    if args.resume is not None or args.evaluate is not None:
-        flag = "resume" if args.resume is not None else "evaluate"
-        name = getattr(args, flag)
-        path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
-        values = saved_flags(f"--{flag}", name, saved["args"])
-        if ":" in values["env_id"] and args.env_id == Args.env_id:
-            works = f"with --env-id {values['env_id']} on the command line it does"
-            refuse(f"--{flag} {name}: does not choose by itself which module to import; {works}")
-        limits = "total_timesteps", "episodes", "max_seconds"
-        if any(getattr(args, limit) is not None for limit in limits):
-            values |= dict.fromkeys(limits)  # a new limit takes the place of the old ones
-        found = {flag: str(path)}  # looked up once: the latest may soon be another one
-        sources = {setting: name for setting in SETTINGS.values() if values[setting] != getattr(Args, setting)}
+    flag = "resume" if args.resume is not None else "evaluate"
+    name = getattr(args, flag)
+    if name is not None:
+        path, checkpoint = load_checkpoint(f"--{flag}", name, args.run_dir)
+        saved_args = checkpoint["args"]
+        env_id = str(saved_args["env_id"])
+        if ":" in env_id and args.env_id == Args.env_id:
+            works = f"with --env-id {env_id} on the command line it does"
+            fail(f"--{flag} {name}: does not choose by itself which module to import; {works}")
+        limits = ["total_timesteps", "episodes", "max_seconds"]
+        if any(getattr(args, limit) is not None for limit in limits):  # a new limit replaces the old ones
+            saved_args |= dict.fromkeys(limits)
+        sources = {setting: name for setting in SETTINGS.values() if saved_args[setting] != getattr(Args, setting)}
+        args = tyro.cli(Args, args=saved_flags(saved_args) + sys.argv[1:], description=__doc__)
+        setattr(args, flag, str(path))  # looked up once: the latest may soon be another one
     elif args.import_sb3 is not None:
         values = read_sb3(args.import_sb3)[0] | values
         if "batch_size" not in sources:
             sources["batch_size"] = args.import_sb3
-    args = replace(tyro.cli(Args, default=Args(**values), description=__doc__), **found)
+        args = tyro.cli(Args, default=Args(**values), description=__doc__)
     given = {word.split("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in sys.argv[1:]}
     return args, sources | {flag: "the command line" for flag in SETTINGS.values() if flag in given}
 
 
 if __name__ == "__main__":
     try:
-        main(*parse())
+        main(*parse_args())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except (OSError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
-            refuse("out of memory: a smaller --batch-size, --buffer-size, --num-envs or --eval-episodes works")
+            fail("out of memory: a smaller --batch-size, --buffer-size, --num-envs or --eval-episodes works")
         if not isinstance(error, OSError):
             raise
-        refuse(str(error))
+        fail(str(error))

@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 import timeit
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -46,6 +45,7 @@ from envs.metta import ACTIONS, FEATURES, MOVES, VARIANTS, VIEW, MettaArena, Met
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
+CHECKPOINT_VERSION = 2
 GIF_FRAMES = 300
 RANK = int(os.environ.get("RANK", 0))  # these three are set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
@@ -267,21 +267,21 @@ def resolve(args: Args, device: torch.device) -> Args:
             highest = limits.get(name, sys.maxsize)
             if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
                 lowest = "0 or more" if name in may_be_0 else "above 0"
-                refuse(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
+                fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
     if args.bf16 and args.fp16:
-        refuse("--bf16 --fp16: choose one of them")
+        fail("--bf16 --fp16: choose one of them")
     if args.cudagraph and args.compile and args.compile_mode != "default":
-        refuse(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
+        fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
     if args.network == "token-attention" and args.hidden_size % AttentionLayer.HEADS:
-        refuse(f"--hidden-size {args.hidden_size}: attention needs a multiple of {AttentionLayer.HEADS}")
+        fail(f"--hidden-size {args.hidden_size}: attention needs a multiple of {AttentionLayer.HEADS}")
     if args.render and (args.evaluate is None or args.env_id == "mettagrid"):
-        refuse("--render: shows trained agents in the embedded arena, so it needs --evaluate PATH of such a run")
+        fail("--render: shows trained agents in the embedded arena, so it needs --evaluate PATH of such a run")
     if args.resume is not None and args.evaluate is not None:
-        refuse("--resume --evaluate: choose one of them")
+        fail("--resume --evaluate: choose one of them")
     if args.vec_env == "device" and args.env_id == "mettagrid":
-        refuse("--vec-env device: the real MettaGrid plays on the CPU; subproc works, with --num-workers 0 too")
+        fail("--vec-env device: the real MettaGrid plays on the CPU; subproc works, with --num-workers 0 too")
     if args.env_config is not None and args.env_id != "mettagrid":
-        refuse(f"--env-config {args.env_config}: is of --env-id mettagrid, not {args.env_id}")
+        fail(f"--env-config {args.env_config}: is of --env-id mettagrid, not {args.env_id}")
     rules_of(args)
 
     cores = max(CORES // LOCAL_RANKS, 1)
@@ -296,10 +296,10 @@ def resolve(args: Args, device: torch.device) -> Args:
     parts = args.num_workers * args.async_factor
     if args.vec_env == "subproc" and parts:
         if args.num_workers > args.num_envs:
-            refuse(f"--num-workers {args.num_workers}: more than games; at most --num-envs {args.num_envs} works")
+            fail(f"--num-workers {args.num_workers}: more than games; at most --num-envs {args.num_envs} works")
         if args.num_envs % parts:
             works = f"--num-envs {nearest(args.num_envs, parts)} or --async-factor 1 --num-workers 1 works"
-            refuse(f"--num-envs {args.num_envs}: --num-workers x --async-factor, {parts}, must divide it; {works}")
+            fail(f"--num-envs {args.num_envs}: --num-workers x --async-factor, {parts}, must divide it; {works}")
     return args
 
 
@@ -310,22 +310,22 @@ def check_sizes(args: Args, num_agents: int, max_steps: int) -> None:
         works = f"--num-steps {max_steps // horizon * horizon}"
         if horizon > max_steps:
             works = f"--num-steps {max_steps} --bptt-horizon {max_steps}"
-        refuse(f"--num-steps {num_steps}: a rollout would be longer than an episode, {max_steps}; {works} works")
+        fail(f"--num-steps {num_steps}: a rollout would be longer than an episode, {max_steps}; {works} works")
     if num_steps % horizon:
         works = f"--num-steps {nearest(num_steps, horizon)}"
-        refuse(f"--bptt-horizon {horizon}: must divide --num-steps {num_steps}; {works} works")
+        fail(f"--bptt-horizon {horizon}: must divide --num-steps {num_steps}; {works} works")
     segments = num_steps // horizon * num_agents
     made = f"the {segments} segments of a rollout (--num-envs {args.num_envs}: {num_agents} agents, "
     made += f"{num_steps // horizon} of each)"
     if segments % parts:
-        refuse(f"--grad-accumulation {parts}: must divide {made}; 1 works")
+        fail(f"--grad-accumulation {parts}: must divide {made}; 1 works")
     if segments % (args.num_minibatches * parts):
         counts = [n for n in range(1, segments // parts + 1) if segments % (n * parts) == 0]
         closest = min(counts, key=lambda n: abs(n - args.num_minibatches))
         need = f"must divide {made}"
         if parts > 1:
             need += f" into multiples of --grad-accumulation {parts}"
-        refuse(f"--num-minibatches {args.num_minibatches}: {need}; --num-minibatches {closest} works")
+        fail(f"--num-minibatches {args.num_minibatches}: {need}; --num-minibatches {closest} works")
 
 
 def nearest(number: int, unit: int) -> int:
@@ -341,7 +341,7 @@ def rules_of(args: Args) -> dict[str, Any]:
         Rules(**rules)
     except ValueError as error:
         flags = " ".join(f"--{name} {rules[name]}" for name in ("size", "agents", "instances") if name in rules)
-        refuse(f"{flags}: {error}")
+        fail(f"{flags}: {error}")
     return rules
 
 
@@ -361,10 +361,10 @@ class Games:
                 if is_out_of_memory(error):
                     raise
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                refuse(f"{flag}: {reason}")
+                fail(f"{flag}: {reason}")
             self.max_steps = self.games.config.game.max_steps
             if not self.max_steps:
-                refuse(f"{flag}: has no step limit, so evaluations would not end; one with game.max_steps works")
+                fail(f"{flag}: has no step limit, so evaluations would not end; one with game.max_steps works")
             self.finished = torch.zeros(4)
             self.length = torch.zeros(self.games.num_agents)
             self.features = {id: name for id, (name, _) in self.games.features.items()}
@@ -877,7 +877,7 @@ class Rollout:
     def __init__(self, args: Args, obs: torch.Tensor, state_size: int, device: torch.device) -> None:
         lanes, steps, self.bptt = len(obs), args.num_steps, args.bptt_horizon
         step_bytes = obs.numel() + (40 + 4 * state_size // self.bptt) * lanes
-        refuse_if_too_large("--num-steps", steps, step_bytes, device, 8 * obs.numel(), self.bptt)
+        check_memory("--num-steps", steps, step_bytes, device, 8 * obs.numel(), self.bptt)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -959,7 +959,7 @@ def write_gif(agent: Agent, args: Args, device: torch.device, folder: Path) -> N
 def show(agent: Agent, args: Args, device: torch.device) -> dict[str, float]:
     """--evaluate: one game in the terminal (--render), or the hearts of many agents and a GIF (--video)."""
     path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
-    refuse_if_different(f"--evaluate {args.evaluate}", saved, {"agent": agent.state_dict()}, SHAPES)
+    check_layout(f"--evaluate {args.evaluate}", saved, {"agent": agent.state_dict()}, SHAPES)
     agent.load_state_dict(saved["agent"])
     if args.render:
         for frame in play(agent, args, device, "ansi"):
@@ -976,14 +976,14 @@ def show(agent: Agent, args: Args, device: torch.device) -> dict[str, float]:
 # --------------------------------------------------------------- blocks that all scripts share, letter for letter
 
 
-def refuse(message: str) -> NoReturn:
+def fail(message: str) -> NoReturn:
     """End with one line about what the user asked for, and exit code 2."""
     print(f"{SCRIPT}.py: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def say(line: str, end: str = "\n") -> None:
-    """Print. When nobody reads any more (`| head`), the run is stopped as by SIGTERM: it saves, and is silent."""
+    """Print. When nobody reads any more (`| head`), the run ends as by SIGTERM: it saves, and is silent."""
     try:
         print(line, end=end, flush=True)
     except BrokenPipeError:
@@ -991,32 +991,38 @@ def say(line: str, end: str = "\n") -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def refuse_if_too_large(flag: str, value: int, each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
-    """Refuse storage of `value` * `each` + `fixed` bytes that does not fit; says which multiple of `unit` does."""
+def check_memory(flag: str, value: int, bytes_each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
+    """Refuse `value` * `bytes_each` + `fixed` bytes that do not fit, and name the multiple of `unit` that does."""
     if device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[0]
+        available = torch.cuda.mem_get_info(device)[0]
+    elif hasattr(os, "sysconf"):
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    needed, most = value * each + fixed, (0.9 * room - fixed) // each // unit * unit
+        return
+    needed = value * bytes_each + fixed
+    most = int(0.9 * available - fixed) // bytes_each // unit * unit
     if value > most:
-        works = f"at most {most:.0f} works" if most > 0 else "smaller sizes of everything else might"
-        refuse(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {room / 2**30:.1f}; {works}")
+        advice = f"at most {most} works" if most > 0 else "smaller sizes of everything else might"
+        fail(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {available / 2**30:.1f}; {advice}")
 
 
 def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+        fail("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
+    on_cuda = name != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if on_cuda else "cpu")
 
 
-def matmul_rate(threads: int) -> float:
-    """Matrix products per second on so many threads, over 0.2 s: some turns of the scheduler."""
+def matmuls_per_second(threads: int) -> float:
+    """On so many threads, measured for 0.2 s: some turns of the scheduler."""
     torch.set_num_threads(threads)
-    x, products, started = torch.ones(256, 256), 0, time.perf_counter()
-    while time.perf_counter() < started + 0.2:
+    x = torch.ones(256, 256)
+    matmuls = 0
+    start = time.perf_counter()
+    while time.perf_counter() < start + 0.2:
         torch.relu_(x @ x)
-        products += 1
-    return products / (time.perf_counter() - started)
+        matmuls += 1
+    return matmuls / (time.perf_counter() - start)
 
 
 def pick_threads(cores: int) -> int:
@@ -1026,7 +1032,9 @@ def pick_threads(cores: int) -> int:
     one 5,700 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
     """
     most = min(cores, 8)
-    rates = {threads: matmul_rate(threads) for threads in sorted({most, max(most - 1, 1), max(most // 2, 1), 1})}
+    rates = {}
+    for threads in sorted({1, max(most // 2, 1), max(most - 1, 1), most}):
+        rates[threads] = matmuls_per_second(threads)
     best = max(rates, key=rates.get)
     if rates[best] < 1.1 * rates[most]:
         return most
@@ -1036,25 +1044,29 @@ def pick_threads(cores: int) -> int:
 
 def bf16_speedup() -> float:
     """How many times as fast as in fp32 this CPU multiplies matrices in bfloat16."""
-    matrices = (torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-    half, full = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in matrices)
-    return full / half
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.ones(256, 256, dtype=dtype)
+        seconds[dtype] = min(timeit.repeat(lambda x=x: x @ x, number=1, repeat=5))
+    return seconds[torch.float32] / seconds[torch.bfloat16]
 
 
 def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> torch.dtype:
-    """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
+    """dtype of the forward passes. A flag that has no effect here says so in one line, and fp32 it is."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = (
-            tf32  # convolutions and recurrent layers have a switch of their own, on by default
-        )
-        if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        torch.backends.cudnn.allow_tf32 = tf32  # of convolutions and recurrent layers, on by default
+        if fp16:
+            return torch.float16
+        if bf16 and torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        if bf16:
             say("--bf16: this GPU has no units for it; fp32 is used instead")
-            return torch.float32
-        return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
-    for flag, asked in (("--fp16", fp16), ("--tf32", tf32)):
-        if asked:
-            say(f"{flag}: needs CUDA; fp32 is used instead")
+        return torch.float32
+    if fp16:
+        say("--fp16: needs CUDA; fp32 is used instead")
+    if tf32:
+        say("--tf32: needs CUDA; fp32 is used instead")
     if bf16:
         speedup = bf16_speedup()
         if speedup > 1:
@@ -1063,28 +1075,29 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     return torch.float32
 
 
-def compiled(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
-    """`function` compiled, or as it is where that fails: compilation is lazy, so only running it here shows."""
+def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
+    """`function` compiled, or as it is where that fails: compilation is lazy, so only a call shows whether it works."""
     try:
-        fast = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
-        fast(*example)
-        return fast
+        compiled = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
+        compiled(*example)
+        return compiled
     except Exception as error:
-        say(f"--compile: failed ({str(error).strip().splitlines()[0][:120]}); eager mode is used instead")
+        reason = str(error).strip().splitlines()[0][:120]
+        say(f"--compile: failed ({reason}); eager mode is used instead")
         return function
 
 
-class Graphed:
+class CUDAGraphStep:
     """`function` without arguments or result, replayed as a CUDA graph. Every call has its effect exactly once.
 
     The first three calls run it as it is, which makes what it allocates only once. It may use nothing but tensors that
     live on, and numbers that never change. Where it cannot be captured, `graph` is None and it goes on as it is.
     """
 
-    def __init__(self, function: Callable[[], None], generator: torch.Generator, watch: "Stopwatch") -> None:
+    def __init__(self, function: Callable[[], None], generator: torch.Generator, timer: "PhaseTimer") -> None:
         self.function = function
         self.generator = generator
-        self.watch = watch
+        self.timer = timer
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
         self.stream = torch.cuda.Stream()
@@ -1113,40 +1126,41 @@ class Graphed:
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self.function()
         except RuntimeError as error:
-            say(
-                f"--cudagraph: failed ({str(error).strip().splitlines()[0][:120]}); the loop goes on without this graph"
-            )
+            reason = str(error).strip().splitlines()[0][:120]
+            say(f"--cudagraph: failed ({reason}); the loop goes on without this graph")
             self.graph = None
-            self.generator.graphsafe_set_state(
-                self.generator.clone_state()
-            )  # the old one still takes part in a capture
-        self.watch.mark()
+            self.generator.graphsafe_set_state(self.generator.clone_state())  # the old one still is in a capture
+        self.timer.lap()
 
 
-class Stopwatch:
-    """Seconds by phase. `mark(phase)` ends a phase that began at the mark before; without a name it counts nowhere.
+class PhaseTimer:
+    """Seconds by phase. `lap(phase)` ends a phase that began at the lap before; what `lap()` ends counts nowhere.
 
-    On CUDA marks are events in the stream: work is charged to the phase that queued it, and nothing waits.
+    On CUDA laps are events in the stream: work is charged to the phase that queued it, and nothing waits.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda, self.marks, self.total = device.type == "cuda", [], Counter()
+        self.cuda = device.type == "cuda"
+        self.laps = []
+        self.total = Counter()
 
-    def mark(self, phase: str = "") -> None:
+    def lap(self, phase: str = "") -> None:
         if not self.cuda:
-            self.marks.append((phase, time.perf_counter()))
+            self.laps.append((phase, time.perf_counter()))
         elif not torch.cuda.is_current_stream_capturing():
-            self.marks.append((phase, torch.cuda.Event(enable_timing=True)))
-            self.marks[-1][1].record()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.laps.append((phase, event))
 
     def read(self) -> Counter:
         """Seconds by phase since the last read."""
         if self.cuda:
             torch.cuda.synchronize()  # sync: once per log interval
         seconds = Counter()
-        for (_, start), (phase, end) in pairwise(self.marks):
+        for (_, start), (phase, end) in pairwise(self.laps):
             seconds[phase] += start.elapsed_time(end) / 1000 if self.cuda else end - start
-        del seconds[""], self.marks[:-1]
+        del seconds[""]
+        del self.laps[:-1]
         self.total += seconds
         return seconds
 
@@ -1158,9 +1172,10 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.count, self.raises = 0, False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.interrupt)
+        self.count = 0
+        self.raises = False
+        signal.signal(signal.SIGINT, self.interrupt)
+        signal.signal(signal.SIGTERM, self.interrupt)
 
     def __bool__(self) -> bool:
         return self.count > 0
@@ -1182,10 +1197,12 @@ class Interrupts:
 
 
 @contextmanager
-def process_restored() -> Iterator[None]:
+def restore_process() -> Iterator[None]:
     """At the end, put back what a run sets for its whole process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     cudnn_tf32 = torch.backends.cudnn.allow_tf32
     excepthook = threading.excepthook
 
@@ -1198,8 +1215,8 @@ def process_restored() -> Iterator[None]:
         yield
     finally:
         threading.excepthook = excepthook
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, on_interrupt)
+        signal.signal(signal.SIGTERM, on_terminate)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = cudnn_tf32
@@ -1218,9 +1235,9 @@ def make_run_folder(args: Args) -> Path:
             return folder
         except FileExistsError:
             if args.run_name:
-                refuse(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
+                fail(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
         except OSError as error:
-            refuse(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+            fail(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
 
 
 def write_json(path: Path, values: dict) -> None:
@@ -1239,12 +1256,12 @@ def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -
         print(f"{writer.log_dir}: could not be logged to ({error.strerror}); the run goes on", file=sys.stderr)
 
 
-def save_checkpoint(path: Path, state: dict) -> None:
+def save_checkpoint(path: Path, checkpoint: dict) -> None:
     """Write tensors and plain values to `path`. The file that was there stays whole until the new one is."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")  # of this process: two may write into one folder
     try:
         with open(temporary, "wb") as file:
-            torch.save(state, file)
+            torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -1255,82 +1272,83 @@ def save_checkpoint(path: Path, state: dict) -> None:
         print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
 
 
-def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
-    """The file, the run folder's or the "latest" checkpoint of this script. Nothing in the file is executed."""
+def find_checkpoint(flag: str, name: str, run_dir: str) -> Path:
+    """The file `name`, the checkpoint of the run folder `name`, or the "latest" of this script."""
 
-    def is_ours(file: Path) -> bool:
+    def is_ours(path: Path) -> bool:
         with suppress(OSError, ValueError, TypeError, KeyError):
-            return json.loads((file.parent / "args.json").read_text())["script"] == SCRIPT
+            return json.loads((path.parent / "args.json").read_text())["script"] == SCRIPT
         return False
 
     if not name:
-        refuse(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
+        fail(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
     path = Path(name)
     if name == "latest":
-        ours = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
-        path = max(ours, key=lambda file: file.stat().st_mtime, default=Path(run_dir))
-    path = path / "checkpoint.pt" if path.is_dir() else path
+        checkpoints = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
+        path = max(checkpoints, key=lambda path: path.stat().st_mtime, default=Path(run_dir))
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     if not path.is_file():
-        refuse(f"{flag} {name}: there is no {path}; a checkpoint, a run folder or latest works")
+        fail(f"{flag} {name}: there is no {path}; a checkpoint, a run folder or latest works")
+    return path
+
+
+def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
+    """Path and content of a checkpoint of this script. Nothing in the file is executed."""
+    path = find_checkpoint(flag, name, run_dir)
     try:
         with warnings.catch_warnings(action="ignore"):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["script"] != SCRIPT:
-            raise ValueError(f"it is one of {state['script']}.py")
-        if not isinstance(state["args"], dict):
-            raise ValueError("its args are no dict")
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["script"] != SCRIPT:
+            raise ValueError(f"it is one of {checkpoint['script']}.py")
+        if checkpoint.get("version") != CHECKPOINT_VERSION:
+            raise ValueError("it was made by another version")
+        if set(checkpoint["args"]) != set(vars(Args())):
+            raise ValueError("it was made by another version, with other flags")
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({reason})")
-    return path, state
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
+    return path, checkpoint
 
 
-def saved_flags(flag: str, name: str, saved: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a checkpoint's run, but for those that name files or say what to do: they are the user's alone."""
-
-    def is_a(value: Any, hint: Any) -> bool:
-        if get_origin(hint) in (Union, types.UnionType):
-            return any(is_a(value, part) for part in get_args(hint))
-        if get_origin(hint) is Literal:
-            return type(value) in (str, int) and value in get_args(hint)
-        return type(value) is hint or (hint is float and type(value) is int)
-
-    hints = get_type_hints(Args)
-    if set(saved) != set(hints):
-        names = ", ".join(sorted(str(name) for name in set(saved) ^ set(hints))[:5])
-        refuse(f"{flag} {name}: made by another version of {SCRIPT}.py, with other flags ({names})")
-    for key, value in saved.items():
-        if not is_a(value, hints[key]):
-            refuse(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py (its {key} is {str(value)[:40]!r})")
-    return {key: value for key, value in saved.items() if key not in COMMAND_LINE_ONLY}
+def saved_flags(saved_args: dict[str, Any]) -> list[str]:
+    """The command line of a checkpoint's run, but for flags that name files or say what to do: they are the user's."""
+    flags = []
+    for name, value in saved_args.items():
+        flag = name.replace("_", "-")
+        if name in COMMAND_LINE_ONLY or value is None:
+            continue
+        if type(value) is bool:
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags.append(f"--{flag}={value}")
+    return flags
 
 
-def structure(value: Any) -> Any:
+def layout(value: Any) -> Any:
     """Names, types, dtypes and shapes of what was saved; None for what no run saves, such as NaN or sparse tensors."""
     if isinstance(value, dict):
-        return {name: structure(part) for name, part in value.items()}
+        return {name: layout(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [structure(part) for part in value]
+        return [layout(part) for part in value]
     if isinstance(value, torch.Tensor):
-        is_dense = value.layout == torch.strided
-        is_finite = is_dense and (not value.is_floating_point() or bool(value.isfinite().all()))
-        return (value.dtype, value.shape) if is_finite else None
-    if type(value) in (int, float) and not -math.inf < value < math.inf or type(value) is int and value < 0:
+        if value.layout != torch.strided:
+            return None
+        if value.is_floating_point() and not value.isfinite().all():
+            return None
+        return value.dtype, value.shape
+    if type(value) is float and not math.isfinite(value):
+        return None
+    if type(value) is int and value < 0:
         return None
     return type(value)
 
 
-def refuse_if_different(asked: str, saved: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
-    """Refuse a checkpoint with parts that are not built as `expected`; `flags` are those that decide it."""
+def check_layout(asked: str, checkpoint: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
+    """Refuse a checkpoint with parts that are not laid out as `expected`; `flags` are those that decide it."""
     for name, part in expected.items():
-        if name not in saved or structure(saved[name]) != structure(part):
-            refuse(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
-
-
-def adam_state(weights: list[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-    """What Adam's state looks like after an update."""
-    names = "exp_avg", "exp_avg_sq"
-    return {n: {"step": torch.zeros(()), **dict.fromkeys(names, weight.detach())} for n, weight in enumerate(weights)}
+        if name not in checkpoint or layout(checkpoint[name]) != layout(part):
+            fail(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
@@ -1338,6 +1356,25 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
     (options,) = optimizer.param_groups
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     optimizer.param_groups[0].update(lr=options["lr"])  # the tensor that the loop writes to, not a copy
+
+
+def copy_tensors(target: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Into the tensors of `target`, which is laid out as `saved` is."""
+    for name, value in target.items():
+        if isinstance(value, dict):
+            copy_tensors(value, saved[name])
+        else:
+            value.copy_(saved[name])
+
+
+def init_adam(optimizer: torch.optim.Optimizer) -> None:
+    """Adam's state as its first step would make it, so that a checkpoint can be copied into it."""
+    for weight in optimizer.param_groups[0]["params"]:
+        optimizer.state[weight] = {
+            "step": torch.zeros((), device=weight.device),
+            "exp_avg": torch.zeros_like(weight),
+            "exp_avg_sq": torch.zeros_like(weight),
+        }
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
@@ -1357,7 +1394,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-@process_restored()
+@restore_process()
 def main(args: Args) -> dict:
     """Train, or --evaluate. However it ends, no worker lives on; of several ranks only the first one speaks."""
     with ExitStack() as cleanup:
@@ -1385,14 +1422,14 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     example = Games(args, 1, torch.device("cpu"), EVAL_SEED)
     agents = len(example.obs)  # of a game
     game_bytes = 4_000 * agents + 35 * example.cells  # about; measured in the arena and in navigation
-    refuse_if_too_large("--eval-episodes", args.eval_episodes, game_bytes // agents, device)
+    check_memory("--eval-episodes", args.eval_episodes, game_bytes // agents, device)
     agent = Agent(args, example, device)
     is_main = RANK == 0
     if args.evaluate is not None:
         with interrupts.at_once():
             return show(agent, args, device) if is_main else {}
         return {}
-    refuse_if_too_large("--num-envs", args.num_envs, game_bytes, device)
+    check_memory("--num-envs", args.num_envs, game_bytes, device)
     check_sizes(args, agents * args.num_envs, example.max_steps)
 
     sdpa = None
@@ -1403,7 +1440,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     starts = 0  # of the run so far
     if args.resume is not None:
         path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
-        refuse_if_different(f"--resume {args.resume}", saved, {"starts": 0}, SHAPES)
+        check_layout(f"--resume {args.resume}", saved, {"starts": 0}, SHAPES)
         starts = saved["starts"] + 1
     if RANKS > 1:
         try:
@@ -1438,7 +1475,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     learned = torch.zeros(5, device=device)
     mb_parts = torch.zeros(args.grad_accumulation, 5, device=device)  # the same, of a minibatch
     approx_kl = torch.zeros((), device=device)
-    watch = Stopwatch(device)
+    timer = PhaseTimer(device)
 
     # --- a new run, or the rest of one ----------------------------------------------------------------------------
     can_save_envs = args.env_id != "mettagrid" and isinstance(envs, Games)
@@ -1475,33 +1512,31 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         if can_save_envs and not load_envs:
             for name in ("games", "obs", "state", "begins"):
                 del expected[name]
-        if saved.get("optimizer"):  # empty before the first update
-            expected["optimizer"] = adam_state(weights)
         if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
             del expected["scaler"]
         same_device = saved.get("device") == device.type
         if not same_device:
             del expected["device"], expected["generator"]
-        refuse_if_different(asked, saved, expected, f"{SHAPES}, --instances, --size, --agents and --num-envs")
+        check_layout(asked, saved, expected, f"{SHAPES}, --instances, --size, --agents and --num-envs")
         try:
             if same_device:
                 torch.Generator(device).set_state(saved["generator"])
             if load_envs and is_main:
                 envs.games.load_state_dict(saved["games"])
         except (RuntimeError, ValueError) as error:
-            refuse(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
+            fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
         global_step = saved["global_step"]
         updates = saved["updates"]
         seconds_before = saved["elapsed"]
         if max(global_step / (args.total_timesteps or math.inf), seconds_before / (args.max_seconds or math.inf)) >= 1:
             over = f"its run is over after {global_step:,} steps and {seconds_before:.0f} s"
-            refuse(f"{asked}: {over}; a larger --total-timesteps or --max-seconds works")
+            fail(f"{asked}: {over}; a larger --total-timesteps or --max-seconds works")
         if load_envs and is_main:
             obs.copy_(saved["obs"])
             state.copy_(saved["state"])
             begins.copy_(saved["begins"])
-        agent.load_state_dict(saved["agent"])
-        load_optimizer(optimizer, saved["optimizer"])
+        copy_tensors(expected["agent"], saved["agent"])
+        copy_tensors(expected["optimizer"], saved["optimizer"])
         if "scaler" in expected:
             scaler.load_state_dict(saved["scaler"])
         if same_device and is_main:
@@ -1524,7 +1559,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             try:
                 import wandb
             except ImportError:
-                refuse("--wandb: its package is missing; pip install wandb")
+                fail("--wandb: its package is missing; pip install wandb")
         folder = folder or make_run_folder(args)
         if args.wandb:
             wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
@@ -1568,11 +1603,12 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             return None
         if not all(weight.isfinite().all() for weight in weights):
             return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        save_checkpoint(folder / "checkpoint.pt", {"script": SCRIPT, "args": vars(args), **run_state()})
+        header = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
+        save_checkpoint(folder / "checkpoint.pt", header | run_state())
 
     def log() -> None:
         """On all ranks: they add up what they have seen."""
-        seconds = watch.read()
+        seconds = timer.read()
         steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
         episodes, hearts, length, returned = across_ranks(envs.read_finished().to(device), "SUM").tolist()
         pg_loss, v_loss, entropy, kl, clipfrac = (learned / max(learns, 1)).tolist()
@@ -1613,7 +1649,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         say(line, end="\r" if sys.stdout.isatty() else "\n")
         loss = pg_loss + v_loss - entropy
         if not math.isfinite(loss):
-            refuse(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
+            fail(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
 
     def test(episodes: int) -> dict[str, float]:
         scores = evaluate(agent, args, episodes, device)
@@ -1656,16 +1692,16 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         b.value[row, part] = value
         b.logprob[row, part] = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
         state[part] = next_state
-        watch.mark("act")
+        timer.lap("act")
         envs.send(group, action)
-        watch.mark("env")
+        timer.lap("env")
 
     def receive(group: int) -> None:
         part = slice(group * group_size, (group + 1) * group_size)
         row = rows[group]
         results = (result.to(device, non_blocking=True) for result in envs.recv(group))
         obs[part], reward, terminated, truncated, final_obs = results
-        watch.mark("env")
+        timer.lap("env")
         # 2 store
         b.reward[row, part] = reward * args.reward_scale
         b.terminated[row, part] = terminated
@@ -1674,7 +1710,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         b.final_state[part] = torch.where(truncated[:, None], state[part], b.final_state[part])
         begins[part] = terminated | truncated
         rows[group] = (row + 1) % num_steps
-        watch.mark("store")
+        timer.lap("store")
 
     def bootstrap() -> None:
         """Values of what the lanes see next, and of what those whose episode was cut saw last."""
@@ -1737,20 +1773,20 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     receives = [partial(receive, group) for group in range(envs.groups)]
     if args.compile:  # with tensors of the shapes and strides that the loop has, and none twice: else it compiles again
         first = slice(group_size)
-        policy_step = compiled(policy, args.compile_mode, obs[first], state[first], begins[first])
+        policy_step = try_compile(policy, args.compile_mode, obs[first], state[first], begins[first])
         bootstrap()
         b.obs[:] = obs
         columns = slice(None, None, args.grad_accumulation)
         index = b.index(segments)
         targets = [torch.zeros_like(index, dtype=torch.float32)[:, columns] for _ in range(3)]
         example = *minibatch(index[:, columns], segments[columns]), *targets
-        loss_step = compiled(loss_of, args.compile_mode, *example)
+        loss_step = try_compile(loss_of, args.compile_mode, *example)
         loss_step(*example)[0].backward()
         optimizer.zero_grad()
     if graphs:
-        acts = [Graphed(part, generator, watch) for part in acts]
-        receives = [Graphed(part, generator, watch) for part in receives]
-        bootstrap, update = Graphed(bootstrap, generator, watch), Graphed(update, generator, watch)
+        acts = [CUDAGraphStep(part, generator, timer) for part in acts]
+        receives = [CUDAGraphStep(part, generator, timer) for part in receives]
+        bootstrap, update = CUDAGraphStep(bootstrap, generator, timer), CUDAGraphStep(update, generator, timer)
     elif args.cudagraph:
         say("--cudagraph: needs CUDA, --vec-env device and one rank; the loop runs without graphs")
 
@@ -1760,7 +1796,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         last = dict.fromkeys(("log", "eval", "checkpoint"), now)
         if is_main:
             write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
-        watch.mark()
+        timer.lap()
         while progress() < 1 and not stopped:
             # 1 act and step, 2 store: what a part of the games does meanwhile is received when its turn comes again
             for step in range(num_steps + 1):
@@ -1771,7 +1807,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
                         acts[group]()
             global_step += batch_size * RANKS
             bootstrap()
-            watch.mark("act")
+            timer.lap("act")
 
             # 3 learn
             done = min(progress(), 1)
@@ -1788,24 +1824,24 @@ def run(args: Args, cleanup: ExitStack) -> dict:
                 updates += 1
                 if args.target_kl and approx_kl.item() > args.target_kl:  # sync: of this flag
                     break
-            watch.mark("learn")
+            timer.lap("learn")
 
             # 4 log, evaluate, save: at the same time on all ranks
             now, stopped = pulse()
             if due("log"):
                 log()
                 logged_step, logged_update = global_step, updates
-                watch.mark("log")
+                timer.lap("log")
             if due("eval"):
                 if is_main:
                     with interrupts.at_once():
                         scores = test(max(args.eval_episodes // 10, 1))
                 now, stopped = pulse()
                 last["eval"] = now  # what it took is no part of the next interval
-                watch.mark()
+                timer.lap()
             if due("checkpoint"):
                 save()
-                watch.mark()
+                timer.lap()
         if global_step > logged_step:
             log()
     except (WorkerLost, RankLost):
@@ -1813,7 +1849,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         raise
 
     # --- the end: what must not be lost first ---------------------------------------------------------------------
-    wall_seconds, busy = elapsed(), sum(watch.total.values()) or math.inf
+    wall_seconds, busy = elapsed(), sum(timer.total.values()) or math.inf
     save()
     envs.close()
     if RANKS > 1:
@@ -1833,8 +1869,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         "updates_per_second": learns / busy,
         "samples_per_second": learns * minibatch_size * RANKS / busy,
         "replay_ratio": learns * minibatch_size * RANKS / max(steps, 1),
-        "rollout_fraction": 1 - watch.total["learn"] / busy,
-        "train_fraction": watch.total["learn"] / busy,
+        "rollout_fraction": 1 - timer.total["learn"] / busy,
+        "train_fraction": timer.total["learn"] / busy,
         **scores,
     }
     if not is_main:
@@ -1856,8 +1892,10 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     return summary
 
 
-def parse(command_line: list[str] | None = None) -> Args:
+def parse_args(command_line: list[str] | None = None) -> Args:
     """The command line (None: that of this process), on top of --preset, or of the flags of --resume or --evaluate."""
+    if command_line is None:
+        command_line = sys.argv[1:]
     first_look = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first_look.add_argument("--preset", nargs="?")
     preset = first_look.parse_known_args(command_line)[0].preset
@@ -1867,27 +1905,29 @@ def parse(command_line: list[str] | None = None) -> Args:
     if name is None:
         return args
     path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
-    flags = saved_flags(f"--{flag}", name, saved["args"])
-    if args.total_timesteps is not None or args.max_seconds is not None:
-        flags |= {"total_timesteps": None, "max_seconds": None}  # a new limit takes the place of the old ones
-    args = tyro.cli(Args, args=command_line, default=Args(**flags), description=__doc__)
-    if args.preset != flags["preset"]:
-        refuse(f"--preset {args.preset}: --{flag} takes the flags of that run, of --preset {flags['preset']}")
-    config = saved["args"]["env_config"]
+    saved_args = saved["args"]
+    if args.total_timesteps is not None or args.max_seconds is not None:  # a new limit replaces the old ones
+        saved_args["total_timesteps"] = None
+        saved_args["max_seconds"] = None
+    args = tyro.cli(Args, args=saved_flags(saved_args) + command_line, description=__doc__)
+    if args.preset != saved_args["preset"]:
+        fail(f"--preset {args.preset}: --{flag} takes the flags of that run, of --preset {saved_args['preset']}")
+    config = saved_args["env_config"]
     if config is not None and args.env_config is None:
-        refuse(f"--{flag} {name}: played --env-config {config}; a checkpoint does not choose code: give this flag too")
-    return replace(args, **{flag: str(path)})  # looked up once: the latest may soon be another one
+        fail(f"--{flag} {name}: played --env-config {config}; a checkpoint does not choose code: give this flag too")
+    setattr(args, flag, str(path))  # looked up once: the latest may soon be another one
+    return args
 
 
 if __name__ == "__main__":
     try:
-        main(parse())
+        main(parse_args())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except (OSError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             flags = "--num-envs, --num-steps or --eval-episodes, or more --num-minibatches or --grad-accumulation"
-            refuse(f"out of memory: a smaller {flags} works")
+            fail(f"out of memory: a smaller {flags} works")
         if not isinstance(error, OSError):
             raise
-        refuse(str(error))
+        fail(str(error))

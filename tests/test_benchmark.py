@@ -642,7 +642,7 @@ def test_sb3_sees_and_moves_as_ours_does() -> None:
         assert env.unwrapped.heading == heading
     flat = benchmark.SnakeView(env.observation_space, 0, "cpu")
     obs = torch.as_tensor(env.unwrapped.codes())[None]
-    _, seen, food = flat.view.spots(obs)
+    _, seen, food = flat.view.features(obs)
     features = flat(obs.float())
     assert features.shape == (1, flat.features_dim) and features[0, seen[0].numel() :].argmax() == food
     assert torch.equal(features[0, : seen[0].numel()], seen[0].flatten())
@@ -1069,4 +1069,4 @@ def test_what_ppo_learns_stands_beside_players_that_do_not(arena, monkeypatch) -
     assert cells(text)[f"`{benchmark.REAL}`"][:5] == ["5.00 · 6.00", "5.50", "0.50", "–", "–"]
     json.dumps(raw)
     for flags in arena:
-        ppo_metta.parse(flags.split())
+        ppo_metta.parse_args(flags.split())

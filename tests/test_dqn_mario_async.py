@@ -708,7 +708,7 @@ def test_a_learner_that_falls_behind_lets_go_of_the_rest(run) -> None:
 def test_speeds_count_the_steps_of_their_seconds_only(run, monkeypatch, in_threads) -> None:
     """Collectors play on while an evaluation takes its time, which counts nowhere."""
     meanwhile, seconds = [], []
-    evaluate, read = script.evaluate, script.Stopwatch.read
+    evaluate, read = script.evaluate, script.PhaseTimer.read
 
     def slow(*arguments) -> dict:
         steps = in_threads[0].rings[0].steps
@@ -723,7 +723,7 @@ def test_speeds_count_the_steps_of_their_seconds_only(run, monkeypatch, in_threa
         return got
 
     monkeypatch.setattr(script, "evaluate", slow)
-    monkeypatch.setattr(script.Stopwatch, "read", summed)
+    monkeypatch.setattr(script.PhaseTimer, "read", summed)
     flags = dict(ring_blocks=400, buffer_size=6000, eval_every=0.1, total_timesteps=2500)
     summary, _ = run(num_collectors=1, **flags)
     timed = summary["env_steps_per_second"] * sum(seconds)
@@ -891,7 +891,7 @@ def test_a_resumed_run_has_what_was_saved(run, monkeypatch) -> None:
     after = checkpoint(folder)
     assert after["global_step"] > before["global_step"] and after["updates"] == before["updates"]
     for part in ("q_network", "target_network", "optimizer", "scaler", "generator"):
-        assert script.structure(after[part]) == script.structure(before[part]), part
+        assert script.layout(after[part]) == script.layout(before[part]), part
         assert repr(after[part]) == repr(before[part]), part
     for part in ("q_network", "target_network"):
         assert all(torch.equal(after[part][name], value) for name, value in before[part].items())
@@ -953,7 +953,7 @@ def test_a_new_end_on_the_command_line_replaces_the_old_one(run, monkeypatch) ->
 
     def parsed(*flags: str) -> tuple:
         monkeypatch.setattr(sys, "argv", ["dqn_mario_async.py", "--resume", str(folder), *flags])
-        args = script.parse()
+        args = script.parse_args()
         return args.total_timesteps, args.max_seconds
 
     _, folder = run(max_seconds=900.0)
@@ -1198,7 +1198,7 @@ def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> No
 def test_the_command_line_takes_over_the_flags_of_a_checkpoint(run, monkeypatch) -> None:
     _, folder = run()
     monkeypatch.setattr(sys, "argv", ["dqn_mario_async.py", "--resume", str(folder), "--total-timesteps", "4000"])
-    args = script.parse()
+    args = script.parse_args()
     assert (args.size, args.total_timesteps, args.resume) == (48, 4000, str(folder / "checkpoint.pt"))
 
 
@@ -1351,12 +1351,12 @@ def test_flags_that_name_files_come_from_the_command_line_alone(run, monkeypatch
     ours = dict(rom="/their.nes", run_dir="/theirs", video=True, wandb=True, render=True, size=60)
     torch.save(saved | {"args": saved["args"] | ours}, folder / "checkpoint.pt")
     monkeypatch.setattr(sys, "argv", ["dqn_mario_async.py", "--resume", str(folder)])
-    args = script.parse()
+    args = script.parse_args()
     assert (args.rom, args.run_dir, args.wandb, args.render, args.size) == (None, "runs", False, False, 60)
     for wrong in ({"size": "60"}, {"num_envs": 3}):
         torch.save(saved | {"args": saved["args"] | wrong}, folder / "checkpoint.pt")
         with pytest.raises(SystemExit) as error:
-            script.parse()
+            script.parse_args()
         assert error.value.code == 2 and next(iter(wrong)) in capsys.readouterr().err
 
 

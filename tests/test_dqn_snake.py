@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dqn_snake
-from dqn_snake import Args, EgocentricView, QNetwork, Replay, epsilon_at, main, resolve, td_target
+from dqn_snake import Args, QNetwork, ReplayBuffer, fill_defaults, linear_schedule, main, td_target
 from envs.snake import BODY, FOOD, HEAD, MOVES, SnakeBatch
+from envs.snake_view import EgocentricView
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -79,7 +80,7 @@ def boards(n: int, board=(6, 6), steps=30, seed=0) -> torch.Tensor:
 
 
 def network(**flags) -> QNetwork:
-    args = resolve(Args(**(QUICK | flags)), CPU)
+    args = fill_defaults(Args(**(QUICK | flags)), CPU)
     return QNetwork(args, CPU)
 
 
@@ -87,10 +88,10 @@ def network(**flags) -> QNetwork:
 
 
 def test_epsilon_reaches_both_ends() -> None:
-    assert epsilon_at(0, 1, 0.05, 0.1) == 1
-    assert epsilon_at(0.05, 1, 0.05, 0.1) == pytest.approx(0.525)
-    assert epsilon_at(0.1, 1, 0.05, 0.1) == epsilon_at(1, 1, 0.05, 0.1) == 0.05
-    assert epsilon_at(0, 1, 0.05, 0) == 0.05
+    assert linear_schedule(1, 0.05, 0.1, progress=0) == 1
+    assert linear_schedule(1, 0.05, 0.1, progress=0.05) == pytest.approx(0.525)
+    assert linear_schedule(1, 0.05, 0.1, progress=0.1) == linear_schedule(1, 0.05, 0.1, progress=1) == 0.05
+    assert linear_schedule(1, 0.05, 0, progress=0) == 0.05
 
 
 def test_td_target_is_double_and_stops_at_termination() -> None:
@@ -105,16 +106,16 @@ def test_td_target_is_double_and_stops_at_termination() -> None:
 def test_replay_holds_the_last_transitions_of_every_lane() -> None:
     """Random games with both endings and a ring that wraps."""
     gamma, lanes, steps, rows = 0.9, 5, 60, 16
-    args = resolve(Args(**(QUICK | dict(num_envs=lanes, buffer_size=rows * lanes, gamma=gamma))), CPU)
-    replay, rng = Replay(args, SnakeBatch(lanes, board=(6, 6)), CPU), np.random.default_rng(1)
+    args = fill_defaults(Args(**(QUICK | dict(num_envs=lanes, buffer_size=rows * lanes, gamma=gamma))), CPU)
+    replay, rng = ReplayBuffer(args, CPU), np.random.default_rng(1)
     history = []
     for _ in range(steps):
         obs, final_obs = (rng.integers(10, size=(lanes, 6, 6), dtype=np.uint8) for _ in range(2))
         action, reward = rng.integers(4, size=lanes), rng.normal(size=lanes).astype(np.float32)
         terminated = rng.random(lanes) < 0.15
         history.append((obs, action, reward, terminated, final_obs))
-        replay.store(*(torch.as_tensor(x.copy()) for x in history[-1]))
-    assert replay.size.item() == rows and replay.row.item() == steps % rows
+        replay.add(*(torch.as_tensor(x.copy()) for x in history[-1]))
+    assert replay.size.item() == rows and replay.position.item() == steps % rows
     for step in range(steps - rows, steps):
         obs, action, reward, terminated, final_obs = history[step]
         row = step % rows
@@ -126,12 +127,12 @@ def test_replay_holds_the_last_transitions_of_every_lane() -> None:
 
 
 def test_replay_samples_only_what_it_holds() -> None:
-    args = resolve(Args(**(QUICK | dict(num_envs=4, buffer_size=400))), CPU)
-    replay = Replay(args, SnakeBatch(4, board=(6, 6)), CPU)
+    args = fill_defaults(Args(**(QUICK | dict(num_envs=4, buffer_size=400))), CPU)
+    replay = ReplayBuffer(args, CPU)
     nothing = torch.zeros(4, 6, 6, dtype=torch.uint8)
     for step in range(3):
         ends = torch.zeros(4, dtype=torch.bool)
-        replay.store(nothing, torch.zeros(4), torch.full((4,), step + 1.0), ends, nothing)
+        replay.add(nothing, torch.zeros(4), torch.full((4,), step + 1.0), ends, nothing)
     reward = replay.sample(4000, torch.Generator().manual_seed(0))[2]
     counts = torch.bincount(reward.long(), minlength=4)
     assert counts[0] == 0 and counts[1:].min() > 1200
@@ -152,8 +153,8 @@ def test_truncation_bootstraps_and_termination_does_not(run) -> None:
 @pytest.mark.parametrize("board", [(10, 10), (4, 6), (7, 5)])
 def test_view_against_a_loop_over_cells(board: tuple[int, int]) -> None:
     view, obs = EgocentricView(board, CPU), boards(24, board, steps=8)
-    heading, seen, food = view.spots(obs)
-    _, codes, place, head, _ = view.cells(obs)
+    heading, seen, food = view.features(obs)
+    _, codes, place, head, _ = view.tokens(obs)
     radius = max(board) - 1
     around = [(back, right) for back in range(-radius, radius + 1) for right in range(-radius, radius + 1)]
     near = [at for at in around if max(map(abs, at)) <= view.NEAR]
@@ -272,7 +273,7 @@ def test_evaluation_plays_every_game_once_to_its_end() -> None:
     """Against the rule book, with the same policy and the same food."""
     from envs.snake import SnakeEnv
 
-    args = resolve(Args(**QUICK), CPU)
+    args = fill_defaults(Args(**QUICK), CPU)
     scores = []
     for lane in range(12):
         env = SnakeEnv(lane=lane, board=(6, 6))
@@ -307,8 +308,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(run, monkeypatc
 @pytest.mark.parametrize("double", [True, False])
 def test_whole_updates_against_a_loop(run, monkeypatch, double) -> None:
     """What five updates leave, from the batches they saw: the loss, Adam, clipping, annealing, the target network."""
-    batches, sample = [], Replay.sample
-    monkeypatch.setattr(Replay, "sample", lambda *a: batches.append(sample(*a)) or batches[-1])
+    batches, sample = [], ReplayBuffer.sample
+    monkeypatch.setattr(ReplayBuffer, "sample", lambda *a: batches.append(sample(*a)) or batches[-1])
     flags = dict(learning_rate=0.02, tau=0.3, gamma=0.9, max_grad_norm=0.05, seed=3, double=double, batch_size=40)
     steps = dict(total_timesteps=24 * 15, learning_starts=24 * 11, replay_ratio=40 / 24, start_e=1.0, end_e=1.0)
     _, folder = run(**flags, **steps)
@@ -356,9 +357,9 @@ def interrupt_after(monkeypatch, calls: int, number: int = signal.SIGTERM) -> No
         counted.append(0)
         if len(counted) == calls:
             signal.raise_signal(number)
-        return epsilon_at(*arguments)
+        return linear_schedule(*arguments)
 
-    monkeypatch.setattr(dqn_snake, "epsilon_at", epsilon)
+    monkeypatch.setattr(dqn_snake, "linear_schedule", epsilon)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch, capsys) -> None:
@@ -375,7 +376,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch,
     for name, value in expected.items():
         if isinstance(value, torch.Tensor) and name != "envs.finished":
             assert torch.equal(value, got[name]), name
-    counters = "global_step", "updates", "owed"
+    counters = "global_step", "updates", "samples_due"
     assert [got[name] for name in counters] == [expected[name] for name in counters]
     assert summary["env_steps"] == 3000
 
@@ -410,10 +411,10 @@ def test_a_new_limit_takes_the_place_of_the_old_ones(run, monkeypatch) -> None:
     _, folder = run(total_timesteps=None, max_seconds=1.0)
     command = ["dqn_snake.py", "--resume", str(folder)]
     monkeypatch.setattr(sys, "argv", [*command, "--total-timesteps", "9000"])
-    args = dqn_snake.parse()
+    args = dqn_snake.parse_args()
     assert (args.total_timesteps, args.max_seconds) == (9000, None)
     monkeypatch.setattr(sys, "argv", command)
-    args = dqn_snake.parse()
+    args = dqn_snake.parse_args()
     assert (args.total_timesteps, args.max_seconds) == (None, 1.0)
 
 
@@ -445,7 +446,7 @@ def test_latest_is_looked_up_once_and_only_among_our_runs(run, monkeypatch, tmp_
     moved = tmp_path / "elsewhere"
     shutil.copytree(first, moved / "first")
     monkeypatch.setattr(sys, "argv", ["dqn_snake.py", "--resume", "latest", "--run-dir", str(moved)])
-    args = dqn_snake.parse()
+    args = dqn_snake.parse_args()
     assert (args.resume, args.run_dir) == (str(moved / "first" / "checkpoint.pt"), str(moved))
     assert dqn_snake.load_checkpoint("--resume", "latest", str(tmp_path))[0] == first / "checkpoint.pt"
 
@@ -744,7 +745,7 @@ def test_main_puts_the_process_back(run) -> None:
 
 def test_threads_are_fewer_beside_busy_programs(monkeypatch, capsys) -> None:
     rates = {8: 40, 7: 300, 4: 200, 1: 100}
-    monkeypatch.setattr(dqn_snake, "matmul_rate", rates.__getitem__)
+    monkeypatch.setattr(dqn_snake, "matmuls_per_second", rates.__getitem__)
     assert dqn_snake.pick_threads(16) == 7 and "7 of 8 threads are faster" in capsys.readouterr().out
     rates[8] = 290
     assert dqn_snake.pick_threads(16) == 8 and capsys.readouterr().out == ""
@@ -774,7 +775,7 @@ def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> No
 def test_the_command_line_takes_over_the_flags_of_a_checkpoint(run, monkeypatch) -> None:
     _, folder = run()
     monkeypatch.setattr(sys, "argv", ["dqn_snake.py", "--resume", str(folder), "--total-timesteps", "4000"])
-    args = dqn_snake.parse()
+    args = dqn_snake.parse_args()
     assert (args.board, args.total_timesteps, args.resume) == ("6x6", 4000, str(folder / "checkpoint.pt"))
 
 
@@ -919,7 +920,7 @@ def remove(name: str) -> Callable[[dict], None]:
 
 MOMENT = "optimizer.2.exp_avg"
 MALFORMED = {
-    **{f"no {name}": remove(name) for name in "q_network target_network optimizer envs generator owed".split()},
+    **{f"no {name}": remove(name) for name in "q_network target_network optimizer envs generator samples_due".split()},
     "weights of another dtype": change("q_network.[trunk.hidden.weight]", lambda part: part.half()),
     "weights of another shape": change("q_network.[trunk.hidden.weight]", lambda part: part[:1]),
     "weights not finite": change("q_network.[head.bias]", lambda part: part * math.nan),
@@ -945,7 +946,7 @@ MALFORMED = {
     "codes that are none": change("envs.codes", lambda part: part + 100),
     "slots off the list": change("envs.slot", lambda part: part + 1000),
     "heading that is none": change("envs.heading", lambda part: part + 4),
-    "replay off its end": change("replay.row", lambda part: part + 1000),
+    "replay off its end": change("replay.position", lambda part: part + 1000),
     "replay larger than it is": change("replay.size", lambda part: part + 1000),
     "actions that are none": change("replay.action", lambda part: part + 100),
     "boards that are none": change("replay.obs", lambda part: part + 100),
@@ -990,10 +991,10 @@ def test_flags_of_a_checkpoint_are_checked(whole, tmp_path, capsys, monkeypatch,
     torch.save(saved, tmp_path / "checkpoint.pt")
     monkeypatch.setattr(sys, "argv", ["dqn_snake.py", f"--{flag}", str(tmp_path)])
     if value is None:
-        assert dqn_snake.parse().num_envs is None  # as on the command line
+        assert dqn_snake.parse_args().num_envs is None  # as on the command line
         return
     with pytest.raises(SystemExit) as error:
-        dqn_snake.parse()
+        dqn_snake.parse_args()
     said = capsys.readouterr().err
     assert error.value.code == 2 and said.count("\n") == 1 and f"--{flag} {tmp_path}" in said, said
 
@@ -1003,7 +1004,7 @@ def test_a_checkpoint_names_no_files(whole, tmp_path, monkeypatch) -> None:
     saved["args"] |= {"run_dir": "/etc", "run_name": "x", "evaluate": "y", "resume": "z", "wandb": True}
     torch.save(saved, tmp_path / "checkpoint.pt")
     monkeypatch.setattr(sys, "argv", ["dqn_snake.py", "--resume", str(tmp_path)])
-    args = dqn_snake.parse()
+    args = dqn_snake.parse_args()
     assert (args.run_dir, args.run_name, args.evaluate, args.wandb) == ("runs", None, None, False)
     assert args.resume == str(tmp_path / "checkpoint.pt")
 

@@ -348,7 +348,7 @@ def test_an_imported_training_goes_on_as_in_sb3(run, tmp_path, num_envs, monkeyp
     words = f"x --import-sb3 {tmp_path / 'model.zip'} --total-timesteps 800 --env-id Recorded-v0 --run-dir {tmp_path} "
     words += "--run-name run --eval-episodes 1 --eval-every 0 --no-video --device cpu --threads 1 --seed 1"
     monkeypatch.setattr(sys, "argv", words.split())
-    args, _ = script.parse()
+    args, _ = script.parse_args()
     assert (args.batch_size, args.learning_rate, args.num_envs, args.gamma) == (16, 1e-3, num_envs, 0.99)
     summary = main(args)
     assert summary["updates"] == model._n_updates and summary["env_steps"] == model.num_timesteps
@@ -441,7 +441,7 @@ def test_a_zip_that_learns_otherwise_is_refused(run, tmp_path, capsys, word) -> 
 def parse_words(words: str):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["script", *words.split()])
-        return script.parse()
+        return script.parse_args()
 
 
 TAKEN_OVER = dict(
@@ -611,7 +611,7 @@ def parse(tmp_path, monkeypatch):
         if file is not None:
             Path(".env").write_text(file)
         monkeypatch.setattr(sys, "argv", ["script", *words.split()])
-        return script.parse()
+        return script.parse_args()
 
     return start
 

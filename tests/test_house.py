@@ -28,9 +28,10 @@ SCRIPTS = {
     "ppo_metta.py": ppo_metta,
     "dqn_mario_async.py": dqn_mario_async,
 }
-SHARED = "refuse say refuse_if_too_large pick_device matmul_rate pick_threads bf16_speedup pick_precision compiled "
-SHARED += "Graphed Stopwatch Interrupts process_restored make_run_folder write_json write_scalars save_checkpoint "
-SHARED += "load_checkpoint saved_flags structure refuse_if_different peak_memory_gib is_out_of_memory"
+SHARED = "fail say check_memory pick_device matmuls_per_second pick_threads bf16_speedup pick_precision try_compile "
+SHARED += "CUDAGraphStep PhaseTimer Interrupts restore_process make_run_folder write_json write_scalars "
+SHARED += "save_checkpoint find_checkpoint load_checkpoint saved_flags layout check_layout "
+SHARED += "peak_memory_gib is_out_of_memory"
 
 
 def blocks(script: str) -> dict[str, str]:
@@ -43,6 +44,12 @@ def blocks(script: str) -> dict[str, str]:
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("name", SHARED.split())
 def test_shared_blocks_are_the_same_letter_for_letter(script: str, name: str) -> None:
+    assert blocks(script)[name] == blocks("dqn_snake.py")[name]
+
+
+@pytest.mark.parametrize("script", ["ppo_metta.py", "dqn_mario_async.py"])
+@pytest.mark.parametrize("name", ["copy_tensors", "init_adam"])
+def test_blocks_of_those_that_use_pytorchs_adam(script: str, name: str) -> None:
     assert blocks(script)[name] == blocks("dqn_snake.py")[name]
 
 
@@ -62,7 +69,7 @@ def test_sections_stand_in_order(script: str) -> None:
     source = (ROOT / script).read_text()
     maths = ["def gae", "class Rollout"] if script.startswith("ppo") else ["def td_target", "class Replay"]
     order = ["class Args", "def make_envs", "(nn.Module)", *maths, "def evaluate"]
-    order += ["def refuse", "def main", "# 1 act and step", "# 3 learn", "# 4 log, evaluate, save", "if __name__"]
+    order += ["def fail", "def main", "# 1 act and step", "# 3 learn", "# 4 log, evaluate, save", "if __name__"]
     places = [source.index(mark) for mark in order]
     assert places == sorted(places)
 
@@ -122,9 +129,9 @@ def test_a_failed_capture_says_so_and_the_loop_goes_on(capture_fails, capsys, re
         if len(calls) <= 3:
             warnings.warn("Adam's, about being capturable", stacklevel=2)
 
-    watch = dqn_snake.Stopwatch(torch.device("cpu"))
+    timer = dqn_snake.PhaseTimer(torch.device("cpu"))
     generator = SimpleNamespace(clone_state=lambda: "fresh", graphsafe_set_state=lambda state: None)
-    graphed = dqn_snake.Graphed(function, generator, watch)
+    graphed = dqn_snake.CUDAGraphStep(function, generator, timer)
     for number in range(1, 8):
         graphed()
         assert len(calls) == number
@@ -141,7 +148,7 @@ def test_tf32_is_used_only_when_asked_for(tf32: bool) -> None:
     """Convolutions and recurrent layers have a switch of their own, which PyTorch leaves on."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
-    @dqn_snake.process_restored()
+    @dqn_snake.restore_process()
     def run() -> tuple[bool, str]:
         dqn_snake.pick_precision(False, False, tf32, torch.device("cuda"))
         return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
@@ -169,7 +176,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 
 def test_the_benchmark_times_the_matmuls_of_an_update(tmp_path) -> None:
-    args = dqn_snake.resolve(dqn_snake.Args(device="cpu"), torch.device("cpu"))
+    args = dqn_snake.fill_defaults(dqn_snake.Args(device="cpu"), torch.device("cpu"))
     q_network = dqn_snake.QNetwork(args, torch.device("cpu"))
     torch.save({"q_network": q_network.state_dict()}, tmp_path / "checkpoint.pt")
     seconds = [benchmark.matmul_seconds(batch, tmp_path / "checkpoint.pt", torch.device("cpu")) for batch in (16, 4096)]

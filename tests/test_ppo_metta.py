@@ -681,12 +681,12 @@ def test_flags_that_name_code_or_are_not_the_runs_own_stay_on_the_command_line(t
     saved["args"] |= {"env_id": "mettagrid", "env_config": "antigravity:fly", "wandb": True}
     torch.save(saved, tmp_path / "checkpoint.pt")
     with pytest.raises(SystemExit) as error:
-        ppo_metta.parse(["--resume", str(tmp_path)])
+        ppo_metta.parse_args(["--resume", str(tmp_path)])
     assert error.value.code == 2 and "--env-config antigravity:fly" in capsys.readouterr().err
-    args = ppo_metta.parse(["--resume", str(tmp_path), "--env-config", "mine:config"])
+    args = ppo_metta.parse_args(["--resume", str(tmp_path), "--env-config", "mine:config"])
     assert args.env_config == "mine:config" and not args.wandb
     with pytest.raises(SystemExit) as error:
-        ppo_metta.parse(["--resume", str(trained), "--preset", "original"])
+        ppo_metta.parse_args(["--resume", str(trained), "--preset", "original"])
     said = capsys.readouterr().err
     assert error.value.code == 2 and said.count("\n") == 1 and "--preset original" in said
 
@@ -769,7 +769,7 @@ def test_a_resumed_run_does_not_begin_its_streams_again(run, monkeypatch) -> Non
 def test_a_worker_that_fails_says_why_in_one_line(run, monkeypatch, capsys) -> None:
     pipe, child_pipe = torch.multiprocessing.Pipe()
     args = resolve(Args(**QUICK), CPU)
-    with ppo_metta.process_restored():
+    with ppo_metta.restore_process():
         ppo_metta.work(args, 0, [1], child_pipe, [torch.zeros(1)] * 7)  # no games: that raises
     lost = object.__new__(ppo_metta.Workers)
     lost.pipes, lost.processes = [pipe], [types.SimpleNamespace(pid=1)]
@@ -1079,25 +1079,25 @@ METTA_SIZES = {"original": (64, 16_384, 512, 64, 1), "ultra-fast": (512, 262_144
 
 @pytest.mark.parametrize("preset", METTA_SIZES)
 def test_presets_have_mettas_sizes_and_flags_override_them(preset) -> None:
-    args = resolve(ppo_metta.parse(["--device", "cpu", "--preset", preset]), CPU)
+    args = resolve(ppo_metta.parse_args(["--device", "cpu", "--preset", preset]), CPU)
     assert args.env_id == "MettaNavigation-v0" and args.preset == preset and args.learning_rate == 3e-4
     batch_size = args.num_envs * 4 * args.num_steps
     sizes = batch_size, batch_size // args.num_minibatches, args.bptt_horizon, args.async_factor
     assert (args.num_envs, *sizes) == METTA_SIZES[preset]
-    assert ppo_metta.parse([f"--preset={preset}", "--learning-rate", "1"]).learning_rate == 1
+    assert ppo_metta.parse_args([f"--preset={preset}", "--learning-rate", "1"]).learning_rate == 1
 
 
 @pytest.mark.parametrize("game, agents, max_steps", [("MettaArena-v0", 6, 1000), ("mettagrid", 8, 256)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_work_with_any_game(preset, game, agents, max_steps) -> None:
-    args = resolve(ppo_metta.parse(["--device", "cpu", "--preset", preset, "--env-id", game]), CPU)
+    args = resolve(ppo_metta.parse_args(["--device", "cpu", "--preset", preset, "--env-id", game]), CPU)
     check_sizes(args, agents * args.num_envs, max_steps)
 
 
 def test_help_shows_the_defaults_of_a_preset(capsys) -> None:
     for preset, rate in (("default", "0.003"), ("ultra-fast", "0.0003")):
         with pytest.raises(SystemExit):
-            ppo_metta.parse(["--preset", preset, "--help"])
+            ppo_metta.parse_args(["--preset", preset, "--help"])
         said = capsys.readouterr().out
         assert rate in said[said.index("--learning-rate") :][:200]
 
@@ -1112,7 +1112,7 @@ def test_help_shows_the_defaults_of_a_preset(capsys) -> None:
 )  # fmt: skip
 def test_workers_divide_the_games_and_leave_cores_on_any_machine(monkeypatch, cores, flags, workers, threads) -> None:
     monkeypatch.setattr(ppo_metta, "CORES", cores)
-    monkeypatch.setattr(ppo_metta, "matmul_rate", float)  # nothing else is busy
+    monkeypatch.setattr(ppo_metta, "matmuls_per_second", float)  # nothing else is busy
     args = resolve(Args(**{"device": "cpu", "vec_env": "subproc"} | flags), CPU)
     assert (args.num_workers, args.threads) == (workers, threads)
 
@@ -1121,7 +1121,7 @@ def test_workers_divide_the_games_and_leave_cores_on_any_machine(monkeypatch, co
 def test_ranks_share_the_cores_of_a_machine(monkeypatch, flags, workers, threads) -> None:
     monkeypatch.setattr(ppo_metta, "CORES", 16)
     monkeypatch.setattr(ppo_metta, "LOCAL_RANKS", 4)
-    monkeypatch.setattr(ppo_metta, "matmul_rate", float)  # nothing else is busy
+    monkeypatch.setattr(ppo_metta, "matmuls_per_second", float)  # nothing else is busy
     args = resolve(Args(device="cpu", **flags), CPU)
     assert (args.num_workers, args.threads) == (workers, threads)
     monkeypatch.setattr(ppo_metta, "LOCAL_RANKS", 99)
@@ -1360,7 +1360,7 @@ def test_control_c_ends_render_at_once(run, monkeypatch, capsys) -> None:
 def test_the_command_line_takes_over_the_flags_of_a_checkpoint(run, monkeypatch) -> None:
     _, folder = run()
     monkeypatch.setattr(sys, "argv", ["ppo_metta.py", "--resume", str(folder), "--total-timesteps", "4000"])
-    args = ppo_metta.parse()
+    args = ppo_metta.parse_args()
     assert (args.bptt_horizon, args.total_timesteps, args.resume) == (8, 4000, str(folder / "checkpoint.pt"))
 
 
