@@ -349,7 +349,7 @@ class SnakeView(torch.nn.Module):
         super().__init__()
         self.view = dqn_snake.EgocentricView(space.shape, torch.device(device))
         self.trunk = dqn_snake.MLP(self.view, width, torch.device(device)) if width else None
-        self.features_dim = width or 3 * self.view.num_spots + self.view.side**2
+        self.features_dim = width or 3 * self.view.num_features + self.view.side**2
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         _, seen, food = self.view.features(obs.byte())

@@ -709,7 +709,7 @@ def test_a_game_without_end_makes_a_gif_with_an_end(run, monkeypatch) -> None:
     from PIL import Image
 
     play = dqn_snake.play
-    monkeypatch.setattr(dqn_snake, "GIF_FRAMES", 7)
+    monkeypatch.setattr("envs.playing.MAX_GIF_FRAMES", 7)
     monkeypatch.setattr(dqn_snake, "play", lambda *a: itertools.chain.from_iterable(play(*a) for _ in iter(int, 1)))
     _, folder = run(video=True)
     with Image.open(folder / "videos" / "snake.gif") as gif:

@@ -559,7 +559,7 @@ def test_the_profile_of_the_readme_runs(monkeypatch, capsys) -> None:
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     asked = []
     monkeypatch.setattr(
-        dqn_snake, "main", lambda args: asked.append(dqn_snake.resolve(args, CPU)) or torch.ones(9).sum()
+        dqn_snake, "main", lambda args: asked.append(dqn_snake.fill_defaults(args, CPU)) or torch.ones(9).sum()
     )
     exec(code, {})
     assert asked and "aten::sum" in capsys.readouterr().out
