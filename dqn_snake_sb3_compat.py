@@ -34,7 +34,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import chain, count, islice, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
 
@@ -45,18 +45,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from dotenv import dotenv_values
-from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
+from envs.playing import play, show_in_terminal, write_gif
 from envs.snake import MOVES, VARIANTS, SnakeEnv
 
 SCRIPT = Path(__file__).stem
-MOST_GAMES = 10_000  # of an evaluation, and side by side
-EVAL_SEED = 2**31 - MOST_GAMES  # the games of an evaluation have the seeds from here on, those of training lie below
+MAX_GAMES = 10_000  # of an evaluation, and side by side
+EVAL_SEED = 2**31 - MAX_GAMES  # the games of an evaluation have the seeds from here on, those of training lie below
 CHECKPOINT_VERSION = 2
-GIF_FRAMES = 1_000
-GIF_SIDE = 640  # pixels; larger frames are shrunk
 
 
 @dataclass
@@ -91,35 +89,35 @@ class Args:
     dropout: float = 0.1
     """of the transformer, while learning"""
     learning_rate: float = 1e-4
-    """Adam's step size"""
+    """Adam's learning rate"""
     lr_schedule: Literal["constant", "cosine"] = "constant"
     """cosine falls to --learning-rate-end over the run"""
     learning_rate_end: float = 1e-5
-    """step size at the end of the cosine schedule"""
+    """learning rate at the end of the cosine schedule"""
     buffer_size: int = 1_000_000
-    """transitions the replay holds, split over the games"""
+    """transitions in the replay buffer, split over the games"""
     learning_starts: int = 100
-    """steps of random play before learning begins"""
+    """steps of random play before learning starts"""
     batch_size: int = 32
     """transitions per update (OPTIMAL_BATCH_SIZE)"""
     tau: float = 1.0
-    """how far the target network moves at an update; 1 copies"""
+    """target network update rate; 1 copies"""
     gamma: float = 0.99
-    """discount"""
+    """discount factor"""
     train_freq: int = 4
-    """steps of every game between learning"""
+    """steps of every game between updates"""
     gradient_steps: int = 1
-    """updates then (-1: as many as there were transitions)"""
+    """updates after them (-1: as many as there were transitions)"""
     target_update_interval: int = 10_000
     """transitions between two updates of the target network"""
     exploration_fraction: float = 0.1
-    """part of the run over which exploration falls, linearly"""
+    """fraction of the run over which epsilon falls, linearly"""
     exploration_initial_eps: float = 1.0
-    """share of random actions at the start"""
+    """initial epsilon"""
     exploration_final_eps: float = 0.05
-    """share of random actions at the end"""
+    """final epsilon"""
     max_grad_norm: float = 10.0
-    """gradients are clipped to this norm"""
+    """maximum norm of the gradient"""
 
     # Speed
     bf16: bool = False
@@ -151,7 +149,7 @@ class Args:
     checkpoint_every: float = 60.0
     """seconds between checkpoints (0: only the last)"""
     checkpoint_replay: bool = False
-    """checkpoints hold the replay too"""
+    """save the replay buffer in checkpoints too"""
     resume: str | None = None
     """continue the run of this checkpoint, run folder, or "latest", with its flags"""
     evaluate: str | None = None
@@ -169,8 +167,13 @@ class Args:
 
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-COMMAND_LINE_ONLY = {"run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"}
-COMMAND_LINE_ONLY |= {"import_sb3", "export_sb3"}  # never from a checkpoint; nor an env id that names a module, a:b
+COMMAND_LINE_ONLY = ["run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"]
+COMMAND_LINE_ONLY += ["import_sb3", "export_sb3"]  # never from a checkpoint; nor an env id that names a module, a:b
+FRACTIONS = ["gamma", "tau", "dropout", "exploration_fraction", "exploration_initial_eps", "exploration_final_eps"]
+ZERO_WORKS = ["seed", "learning_starts", "learning_rate_end", "eval_every", "checkpoint_every", "gamma", "dropout"]
+ZERO_WORKS += ["exploration_fraction", "exploration_initial_eps", "exploration_final_eps"]
+HIGHEST = dict.fromkeys(FRACTIONS, 1)
+HIGHEST |= {"num_envs": MAX_GAMES, "eval_episodes": MAX_GAMES, "threads": 256}
 SETTINGS = {  # flags that can be set in the environment or in a file named .env
     "OPTIMAL_BATCH_SIZE": "batch_size",
     "USE_TORCH_COMPILE": "compile",
@@ -205,43 +208,51 @@ def settings() -> tuple[dict[str, int | bool], dict[str, str]]:
     return values, sources
 
 
-def resolve(args: Args, device: torch.device) -> Args:
-    """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
+def fill_defaults(args: Args, device: torch.device) -> Args:
+    """A copy of `args` without None where a run needs a value. Flags that cannot work end the program here."""
+    args = replace(args)
     if args.threads is None:
-        small = args.policy == "MlpPolicy" and args.batch_size < 1024
-        args = replace(args, threads=1 if small else pick_threads(CORES))
+        is_small = args.policy == "MlpPolicy" and args.batch_size < 1024
+        args.threads = 1 if is_small else pick_threads(CORES)
     if args.total_timesteps is None and args.episodes is None and args.max_seconds is None:
-        args = replace(args, max_seconds=120.0)
+        args.max_seconds = 120.0
     if args.flash_attention and args.sdpa == "auto":
-        args = replace(args, sdpa="flash")
+        args.sdpa = "flash"
+    check_ranges(args)
 
-    shares = {"gamma", "tau", "exploration_fraction", "exploration_initial_eps", "exploration_final_eps", "dropout"}
-    may_be_0 = {"seed", "learning_starts", "learning_rate_end", "eval_every", "checkpoint_every", *shares} - {"tau"}
-    limits = dict.fromkeys(shares, 1) | {"num_envs": MOST_GAMES, "eval_episodes": MOST_GAMES, "threads": 256}
-    limits["seed"] = EVAL_SEED - min(args.num_envs, MOST_GAMES)  # each game has its own
-    for name, value in vars(args).items():
-        if type(value) in (int, float) and not (name == "gradient_steps" and value == -1):
-            highest = limits.get(name, sys.maxsize)
-            if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
-                lowest = "0 or more" if name in may_be_0 else "above 0"
-                fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
     if args.bf16 and args.fp16:
         fail("--bf16 --fp16: choose one of them")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
     if args.render and args.evaluate is None:
         fail("--render: shows a trained agent, so it needs --evaluate PATH")
-    sources = [name for name in ("resume", "evaluate", "import_sb3") if getattr(args, name) is not None]
-    if len(sources) > 1:
-        flags = " ".join(f"--{name.replace('_', '-')}" for name in sources)
+    weights_from = [name for name in ("resume", "evaluate", "import_sb3") if getattr(args, name) is not None]
+    if len(weights_from) > 1:
+        flags = " ".join(f"--{name.replace('_', '-')}" for name in weights_from)
         fail(f"{flags}: each says where the weights come from; choose one of them")
     if args.num_envs > args.buffer_size:
         fail(f"--num-envs {args.num_envs}: one step of every game has to fit in --buffer-size {args.buffer_size}")
+    if args.export_sb3 is not None and args.evaluate is not None:
+        fail("--export-sb3 --evaluate: a zip is written at the end of a training; --resume works")
     if args.export_sb3 is not None:
-        if args.evaluate is not None:
-            fail("--export-sb3 --evaluate: a zip is written at the end of a training; --resume works")
         check_writable("--export-sb3", args.export_sb3)
     return args
+
+
+def check_ranges(args: Args) -> None:
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        if name == "gradient_steps" and value == -1:
+            continue
+        highest = HIGHEST.get(name, sys.maxsize)
+        if name == "seed":  # every game has its own
+            highest = EVAL_SEED - min(args.num_envs, MAX_GAMES)
+        zero_works = name in ZERO_WORKS
+        too_low = value < 0 or (value == 0 and not zero_works)
+        if too_low or not value <= highest:  # NaN is neither
+            lowest = "0 or more" if zero_works else "above 0"
+            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
 
 
 def check_writable(flag: str, name: str) -> None:
@@ -277,16 +288,18 @@ def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> list
         board = "" if args.board is None else f" --board {args.board}"
         reason = " ".join(str(error).split())[:200]
         fail(f"--env-id {args.env_id}{board}: {reason}; {', '.join(VARIANTS)} and Gymnasium's ids work")
-    observations, actions = envs[0].observation_space, envs[0].action_space
+    observations = envs[0].observation_space
+    actions = envs[0].action_space
     is_box = isinstance(observations, gym.spaces.Box) and len(observations.shape) > 0
     if not is_box or not isinstance(actions, gym.spaces.Discrete) or actions.start:
         fail(f"--env-id {args.env_id}: needs Box observations and Discrete actions, not {observations} and {actions}")
-    image, shape = is_image(observations), observations.shape
+    image = is_image(observations)
+    shape = observations.shape
     if args.policy == "CnnPolicy" and not (image and sorted(shape)[1] >= 36):
         fail(f"--policy CnnPolicy: needs images of 36x36 or more, {args.env_id} has {observations}; MlpPolicy works")
     if args.policy == "transformer" and (len(shape) != 3 or image):
         fail(f"--policy transformer: needs a board of cells, {args.env_id} has {observations}; MlpPolicy works")
-    if image and np.argmin(observations.shape) != 0:
+    if image and np.argmin(shape) != 0:
         rows, columns, channels = shape
         turned = gym.spaces.Box(0, 255, (channels, rows, columns), np.uint8)
         envs = [gym.wrappers.TransformObservation(env, lambda obs: obs.transpose(2, 0, 1), turned) for env in envs]
@@ -301,13 +314,12 @@ def is_image(space: gym.spaces.Box) -> bool:
 # ---------------------------------------------------------------------------------------------------- networks
 
 
-FLASH, EFFICIENT, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
-SDPA = {  # kernels to try, in this order
-    "auto": [FLASH, EFFICIENT, CUDNN],
-    "flash": [FLASH],
-    "efficient": [EFFICIENT],
-    "cudnn": [CUDNN],
-    "math": [],
+SDPA_KERNELS = {  # by --sdpa, in the order in which PyTorch tries them; MATH always runs
+    "auto": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
+    "math": [SDPBackend.MATH],
 }
 
 
@@ -321,26 +333,33 @@ class Transformer(nn.Module):
 
     def __init__(self, observation_space: gym.spaces.Box, dropout: float = 0.1, sdpa: str = "auto") -> None:
         super().__init__()
-        self.features_dim, width, (rows, columns, channels) = 128, 64, observation_space.shape
-        self.backends = [*SDPA[sdpa], SDPBackend.MATH]  # the last always runs
+        self.features_dim = 128
+        width = 64
+        rows, columns, channels = observation_space.shape
+        self.kernels = SDPA_KERNELS[sdpa]
         self.embed = nn.Linear(channels, width)
-        angles = torch.arange(max(rows, columns))[:, None] * 1e4 ** -torch.arange(0, 1, 4 / width)
-        waves = torch.cat([angles.sin(), angles.cos()], 1)  # half of the width for the row, half for the column
+        # Sinusoidal positions: half of the width for the row, half for the column.
+        frequencies = 1e4 ** -torch.arange(0, 1, 4 / width)
+        angles = torch.arange(max(rows, columns))[:, None] * frequencies
+        waves = torch.cat([angles.sin(), angles.cos()], 1)
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        self.register_buffer("place", torch.cat([waves[row], waves[column]], 2).flatten(0, 1), persistent=False)
-        layers = (nn.TransformerEncoderLayer(width, 4, 128, dropout, batch_first=True) for _ in range(2))
-        self.layers, self.norm = nn.Sequential(*layers), nn.LayerNorm(width)
+        position = torch.cat([waves[row], waves[column]], 2).flatten(0, 1)
+        self.register_buffer("position", position, persistent=False)
+        layer1 = nn.TransformerEncoderLayer(width, 4, 128, dropout, batch_first=True)
+        layer2 = nn.TransformerEncoderLayer(width, 4, 128, dropout, batch_first=True)
+        self.layers = nn.Sequential(layer1, layer2)
+        self.norm = nn.LayerNorm(width)
         self.out = nn.Sequential(nn.Linear(width, self.features_dim), nn.ReLU())
 
     def kernel(self, dtype: torch.dtype, device: torch.device) -> str:
         """Name of the kernel that PyTorch picks here."""
         q = torch.empty(1, 4, 16, 16, dtype=dtype, device=device)
-        with sdpa_kernel(self.backends, set_priority=True):
+        with sdpa_kernel(self.kernels, set_priority=True):
             return SDPBackend(torch._fused_sdp_choice(q, q, q, dropout_p=self.layers[0].dropout.p)).name.lower()
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(self.backends, set_priority=True):
-            x = self.layers(self.embed(obs.flatten(1, 2)) + self.place)
+        with sdpa_kernel(self.kernels, set_priority=True):
+            x = self.layers(self.embed(obs.flatten(1, 2)) + self.position)
         return self.out(self.norm(x.mean(1)))
 
 
@@ -350,41 +369,55 @@ class NatureCNN(nn.Module):
     def __init__(self, shape: tuple[int, int, int]) -> None:
         super().__init__()
         self.features_dim = 512
-        convolutions = nn.Conv2d(shape[0], 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3, 1)
-        self.cnn = nn.Sequential(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
-        self.linear = nn.Sequential(nn.Linear(self.cnn(torch.zeros(1, *shape)).shape[1], self.features_dim), nn.ReLU())
+        self.cnn = nn.Sequential(
+            nn.Conv2d(shape[0], 32, 8, 4),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 4, 2),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3, 1),
+            nn.ReLU(),
+            nn.Flatten(),
+        )
+        num_outputs = self.cnn(torch.zeros(1, *shape)).shape[1]
+        self.linear = nn.Sequential(nn.Linear(num_outputs, self.features_dim), nn.ReLU())
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         return self.linear(self.cnn(obs))
 
 
-def flat(module: nn.Module) -> torch.Tensor:
+def flatten_parameters(module: nn.Module) -> torch.Tensor:
     """One vector that all weights of `module` become views of: to clip, to step and to copy costs one call each."""
-    parts, sizes = list(module.parameters()), [weight.numel() for weight in module.parameters()]
-    whole = nn.utils.parameters_to_vector(parts).detach()
-    for weight, value in zip(parts, whole.split(sizes)):
-        weight.data = value.view_as(weight)
-    return whole
+    parameters = list(module.parameters())
+    flat = nn.utils.parameters_to_vector(parameters).detach()
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, values in zip(parameters, flat.split(sizes)):
+        parameter.data = values.view_as(parameter)
+    return flat
 
 
-SHAPES = "--env-id, --board, --policy"  # what the shapes of its weights follow from
+SHAPE_FLAGS = "--env-id, --board, --policy"  # those that the shapes of the weights follow from
 
 
 class QNetwork(nn.Module):
-    """Values (B, actions), fp32, of observations. Layers, their names and the order of their draws are SB3's."""
+    """Q-values (B, actions), fp32, of observations. Layers, their names and the order of their draws are SB3's."""
 
     def __init__(self, args: Args, env: gym.Env) -> None:
         super().__init__()
-        space, hidden = env.observation_space, []
+        space = env.observation_space
         self.scale = 255 if is_image(space) else 1
         if args.policy == "transformer":
-            self.features_extractor, hidden = Transformer(space, args.dropout, args.sdpa), [128]
+            self.features_extractor = Transformer(space, args.dropout, args.sdpa)
+            sizes = [self.features_extractor.features_dim, 128]
         elif args.policy == "CnnPolicy":
             self.features_extractor = NatureCNN(space.shape)
+            sizes = [self.features_extractor.features_dim]
         else:
-            self.features_extractor, hidden = nn.Flatten(), [64, 64]
-        sizes = [getattr(self.features_extractor, "features_dim", math.prod(space.shape)), *hidden]
-        layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+            self.features_extractor = nn.Flatten()
+            sizes = [math.prod(space.shape), 64, 64]
+        layers = []
+        for num_inputs, num_outputs in pairwise(sizes):
+            layers.append(nn.Linear(num_inputs, num_outputs))
+            layers.append(nn.ReLU())
         self.q_net = nn.Sequential(*layers, nn.Linear(sizes[-1], int(env.action_space.n)))
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
@@ -395,18 +428,21 @@ class QNetwork(nn.Module):
 # ------------------------------------------------------------------------------------------------ the algorithm
 
 
-def epsilon_at(progress: float, initial: float, final: float, fraction: float) -> float:
-    """Share of random actions when `progress` (0 to 1) of the run is over: SB3's LinearSchedule."""
-    return final if progress > fraction else initial + progress * (final - initial) / max(fraction, 1e-9)
+def linear_schedule(start: float, end: float, fraction: float, progress: float) -> float:
+    """Epsilon when `progress` (0 to 1) of the run is over: SB3's LinearSchedule."""
+    if progress > fraction:
+        return end
+    return start + progress * (end - start) / max(fraction, 1e-9)
 
 
 class Cosine:
-    """Step size from `start` to `end` as SB3 calls a schedule: with the part of the run that remains, 1 to 0."""
+    """Learning rate from `start` to `end` as SB3 calls a schedule: with the part of the run that remains, 1 to 0."""
 
     __module__ = SCRIPT
 
     def __init__(self, start: float, end: float) -> None:
-        self.start, self.end = start, end
+        self.start = start
+        self.end = end
 
     def __call__(self, remaining: float) -> float:
         return self.end + (self.start - self.end) * (1 + math.cos(math.pi * (1 - remaining))) / 2
@@ -427,66 +463,75 @@ def adam(
     (torch.compile loses what is written into a float64 tensor of shape ().)
     """
     step.add_(finite)
-    mean, square = torch.lerp(exp_avg, grad, 0.1), (exp_avg_sq * 0.999).addcmul_(grad, grad, value=1 - 0.999)
-    size, root = (learning_rate / (1 - 0.9**step)).float(), (1 - 0.999**step).sqrt().float()
-    moved = weights - mean * size / (square.sqrt() / root + 1e-8)
-    for old, new in ((weights, moved), (exp_avg, mean), (exp_avg_sq, square)):
-        old.copy_(torch.where(finite, new, old))
+    new_exp_avg = torch.lerp(exp_avg, grad, 0.1)
+    new_exp_avg_sq = (exp_avg_sq * 0.999).addcmul_(grad, grad, value=1 - 0.999)
+    step_size = (learning_rate / (1 - 0.9**step)).float()
+    correction = (1 - 0.999**step).sqrt().float()
+    new_weights = weights - new_exp_avg * step_size / (new_exp_avg_sq.sqrt() / correction + 1e-8)
+    weights.copy_(torch.where(finite, new_weights, weights))
+    exp_avg.copy_(torch.where(finite, new_exp_avg, exp_avg))
+    exp_avg_sq.copy_(torch.where(finite, new_exp_avg_sq, exp_avg_sq))
 
 
-class Replay:
-    """The last `buffer_size` transitions, as many of every game: obs, next_obs, action, reward and discount.
+class ReplayBuffer:
+    """The last `buffer_size` transitions, as many of every game. Rows are steps, columns are games.
 
-    On a CPU the rings are NumPy arrays that the tensors share: writing a row is then no tensor operation.
+    On a CPU the tensors share their memory with NumPy arrays: writing a row is then no tensor operation.
     """
 
-    NAMES = "obs", "next_obs", "action", "reward", "discount"
+    NAMES = ["obs", "next_obs", "action", "reward", "discount"]
 
     def __init__(self, args: Args, space: gym.spaces.Box, device: torch.device) -> None:
-        self.rows = args.buffer_size // args.num_envs
+        self.capacity = args.buffer_size // args.num_envs
         self.num_envs = args.num_envs
-        self.row = 0
-        self.held = 0
-        shape = (self.rows, args.num_envs)
-        obs = [(shape + space.shape, space.dtype)] * 2
-        kinds = [*obs, (shape, np.dtype(np.int64)), (shape, np.dtype(np.float32)), (shape, np.dtype(np.float32))]
-        each = 2 * math.prod(space.shape) * space.dtype.itemsize + 16
-        check_memory("--buffer-size", args.buffer_size, each, device)
-        rings = [torch.from_numpy(np.zeros(*kind)).to(device) for kind in kinds]  # on a CPU memory is taken as it fills
-        self.flat = [ring.flatten(0, 1) for ring in rings]
-        self.rings = [ring.numpy() for ring in rings] if device.type == "cpu" else rings
+        self.position = 0
+        self.size = 0
+        bytes_each = 2 * math.prod(space.shape) * space.dtype.itemsize + 16
+        check_memory("--buffer-size", args.buffer_size, bytes_each, device)
+        shape = (self.capacity, args.num_envs)
+        arrays = [
+            np.zeros(shape + space.shape, space.dtype),  # on a CPU memory is taken as it fills
+            np.zeros(shape + space.shape, space.dtype),
+            np.zeros(shape, np.int64),
+            np.zeros(shape, np.float32),
+            np.zeros(shape, np.float32),
+        ]
+        tensors = [torch.from_numpy(array).to(device) for array in arrays]
+        self.rows = arrays if device.type == "cpu" else tensors
+        self.transitions = [tensor.flatten(0, 1) for tensor in tensors]
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(zip(self.NAMES, self.flat)) | {"row": self.row, "held": self.held}
+        return dict(zip(self.NAMES, self.transitions)) | {"position": self.position, "size": self.size}
 
     def load_state_dict(self, saved: dict[str, Any], num_actions: int) -> None:
-        """Raises ValueError, before anything is changed, for values that no replay has."""
-        row, held = saved["row"], saved["held"]
-        if not (row < self.rows and (row == held or held == self.rows)):
-            raise ValueError(f"row {row} and {held} held of {self.rows} rows")
-        if not 0 <= int(saved["action"].min()) <= int(saved["action"].max()) < num_actions:
+        """Raises ValueError, before anything is changed, for values that no replay buffer has."""
+        position = saved["position"]
+        size = saved["size"]
+        is_full = size == self.capacity
+        if not position < self.capacity or not (position == size or is_full):
+            raise ValueError(f"position {position} and size {size} of {self.capacity} rows")
+        if saved["action"].min() < 0 or saved["action"].max() >= num_actions:
             raise ValueError(f"actions must be 0 to {num_actions - 1}")
-        for name, ring in zip(self.NAMES, self.flat):
-            ring.copy_(saved[name])
-        self.row = row
-        self.held = held
+        for name, tensor in zip(self.NAMES, self.transitions):
+            tensor.copy_(saved[name])
+        self.position = position
+        self.size = size
 
-    def store(self, *transition: np.ndarray) -> None:
+    def add(self, *step: np.ndarray) -> None:
         """One step of every game: obs, next_obs (final ones included), action, reward, discount."""
-        for ring, values in zip(self.rings, transition):
-            ring[self.row] = values if isinstance(ring, np.ndarray) else torch.from_numpy(values)
-        self.row = (self.row + 1) % self.rows
-        self.held = min(self.held + 1, self.rows)
+        for rows, values in zip(self.rows, step):
+            rows[self.position] = values if isinstance(rows, np.ndarray) else torch.from_numpy(values)
+        self.position = (self.position + 1) % self.capacity
+        self.size = min(self.size + 1, self.capacity)
 
-    def draw(self, index: torch.Tensor) -> None:
+    def sample_index(self, index: torch.Tensor) -> None:
         """Numbers of transitions into `index`, with NumPy's draws in SB3's order."""
-        rows = np.random.randint(0, self.held, size=len(index))
-        rows *= self.num_envs
-        rows += np.random.randint(0, self.num_envs, size=len(index))
-        index.copy_(torch.from_numpy(rows))
+        row = np.random.randint(0, self.size, size=len(index))
+        column = np.random.randint(0, self.num_envs, size=len(index))
+        index.copy_(torch.from_numpy(row * self.num_envs + column))
 
-    def gather(self, index: torch.Tensor) -> list[torch.Tensor]:
-        return [ring.index_select(0, index) for ring in self.flat]
+    def transitions_at(self, index: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.index_select(0, index) for tensor in self.transitions]
 
 
 @torch.no_grad()
@@ -496,89 +541,83 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
     Score is what the game calls `score`, and the undiscounted return where it has none.
     """
     envs = make_envs(args, episodes)
-    obs = np.stack([env.reset(seed=EVAL_SEED + lane)[0] for lane, env in enumerate(envs)])
-    playing, scores = list(range(episodes)), [0.0] * episodes
+    obs = np.stack([env.reset(seed=EVAL_SEED + number)[0] for number, env in enumerate(envs)])
+    scores = [0.0] * episodes
+    playing = list(range(episodes))
     while playing:
         actions = q_network(torch.from_numpy(obs[playing]).to(device)).argmax(1).tolist()
-        for lane, action in zip(list(playing), actions):
-            obs[lane], reward, terminated, truncated, info = envs[lane].step(action)
-            scores[lane] += reward
+        for number, action in zip(list(playing), actions):
+            obs[number], reward, terminated, truncated, info = envs[number].step(action)
+            scores[number] += reward
             if terminated or truncated:
-                scores[lane] = info.get("score", scores[lane])
-                playing.remove(lane)
-    mean, median, highest = np.mean(scores), np.median(scores), np.max(scores)
+                scores[number] = info.get("score", scores[number])
+                playing.remove(number)
     return {
-        "eval_score_mean": float(mean),
-        "eval_score_median": float(median),
-        "eval_score_max": float(highest),
+        "eval_score_mean": float(np.mean(scores)),
+        "eval_score_median": float(np.median(scores)),
+        "eval_score_max": float(np.max(scores)),
         "eval_episodes": episodes,
     }
 
 
-@torch.no_grad()
-def play(q_network: QNetwork, args: Args, device: torch.device, render_mode: str) -> Iterator[np.ndarray | str | None]:
+def watch_game(q_network: QNetwork, args: Args, device: torch.device, render_mode: str) -> Iterator:
     """Frames of one greedy game."""
     env = make_envs(args, 1, render_mode)[0]
-    obs, done = env.reset(seed=EVAL_SEED)[0], False
-    yield env.render()
-    while not done:
-        obs, _, terminated, truncated, _ = env.step(
-            q_network(torch.as_tensor(obs, device=device)[None]).argmax().item()
-        )
-        done = terminated or truncated
-        yield env.render()
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> int:
+        return q_network(torch.as_tensor(obs, device=device)[None]).argmax().item()
+
+    return play(env, policy, EVAL_SEED)
 
 
-def write_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> None:
-    def images() -> Iterator[Image.Image]:
-        for frame in play(q_network, args, device, "rgb_array"):
-            image = Image.fromarray(frame)
-            image.thumbnail((GIF_SIDE, GIF_SIDE))  # only ever shrinks
-            yield image
-
-    frames = images()
-    more = islice(frames, GIF_FRAMES - 1)  # a snake that goes in circles would have thousands
+def save_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> None:
+    path = folder / "videos" / "game.gif"
     try:
-        folder.mkdir(exist_ok=True)
-        next(frames).save(folder / "game.gif", save_all=True, append_images=more, duration=80, loop=0)
-        say(str(folder / "game.gif"))
+        write_gif(watch_game(q_network, args, device, "rgb_array"), path)
+        say(str(path))
     except OSError as error:
-        say(f"--video: {folder} cannot be written ({error})")
+        say(f"--video: {path} cannot be written ({error})")
     except Exception as error:  # a package is missing, or the game has no pictures, or what its code raises
-        say(f"--video: {args.env_id} cannot be drawn ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
+        reason = " ".join(str(error).split())[:200]
+        say(f"--video: {args.env_id} cannot be drawn ({type(error).__name__}: {reason})")
 
 
-def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, float]:
-    """--evaluate: one game in the terminal (--render), or the scores of many and a GIF (--video)."""
-    path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
+def render_game(q_network: QNetwork, args: Args, device: torch.device) -> None:
+    """One game in the terminal, or in the window of a game that has one."""
+    modes = make_envs(args, 1)[0].metadata.get("render_modes", [])
+    frames = watch_game(q_network, args, device, "ansi" if "ansi" in modes else "human")
+    try:
+        first = next(frames)
+    except Exception as error:  # a package is missing, or there is no screen
+        reason = " ".join(str(error).split())[:200]
+        fail(f"--render: {args.env_id} cannot be shown ({reason})")
+    show_in_terminal(chain([first], frames), fps=12)
+
+
+def evaluate_run(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, float]:
+    """--evaluate: one game in the terminal (--render), or the scores of many games and a GIF (--video)."""
+    path, checkpoint = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
     expected = {"q_net": q_network.state_dict()}
-    check_layout(f"--evaluate {args.evaluate}", saved, expected, SHAPES)
-    q_network.load_state_dict(saved["q_net"])
+    check_layout(f"--evaluate {args.evaluate}", checkpoint, expected, SHAPE_FLAGS)
+    q_network.load_state_dict(checkpoint["q_net"])
     q_network.eval()
     if args.render:
-        mode = "ansi" if "ansi" in make_envs(args, 1)[0].metadata.get("render_modes", []) else "human"
-        frames = play(q_network, args, device, mode)
-        try:
-            first = next(frames)
-        except Exception as error:  # a package is missing, or there is no screen
-            fail(f"--render: {args.env_id} cannot be shown ({' '.join(str(error).split())[:200]})")
-        for frame in chain([first], frames):
-            if frame is not None:  # a game with a window draws into it
-                say(f"\033[H\033[J{frame}")
-                time.sleep(1 / 12)
+        render_game(q_network, args, device)
         return {}
     scores = evaluate(q_network, args, args.eval_episodes, device)
     say("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
-        write_gif(q_network, args, device, path.parent / "videos")
+        save_gif(q_network, args, device, path.parent)
     return scores
 
 
-def put_back(env: SnakeEnv, state: dict[str, Any], obs: torch.Tensor) -> None:
-    """Go on with a saved game. Raises one of MALFORMED for what is no game of this board, seen as `obs`."""
-    plain = {name: value for name, value in env.state_dict().items() if name not in ("body", "free", "slot", "food")}
-    fits = layout({name: state[name] for name in plain}) == layout(plain)
-    if not fits or len(state) != len(plain) + 4 or not state["heading"] < len(MOVES):
+def restore_game(env: SnakeEnv, state: dict[str, Any], obs: torch.Tensor) -> None:
+    """Go on with a saved game. Raises one of MALFORMED for what is no game of this board that looks like `obs`."""
+    has_cells = ("body", "free", "slot", "food")
+    plain = {name: value for name, value in env.state_dict().items() if name not in has_cells}
+    has_layout = layout({name: state[name] for name in plain}) == layout(plain)
+    if not has_layout or len(state) != len(plain) + 4 or not state["heading"] < len(MOVES):
         raise ValueError("other parts than a game has")
     cells = [*state["body"], *state["free"]]
     if state["food"] is not None:
@@ -749,7 +788,7 @@ def import_sb3_zip(
     moments = saved["policy.optimizer"].get("state")
     if moments:  # none before the first update
         expected["state"] = adam_state(list(networks["q_net"].parameters()))
-    check_layout(asked, {"policy": saved["policy"], "state": moments}, expected, SHAPES)
+    check_layout(asked, {"policy": saved["policy"], "state": moments}, expected, SHAPE_FLAGS)
     for name, ours in (("_shape", list(space.shape)), ("dtype", str(space.dtype))):
         theirs = saved["observation_space"].get(name, ours)
         if theirs != ours:
@@ -1241,12 +1280,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @restore_process()
 def main(args: Args, sources: dict[str, str] | None = None) -> dict:
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     interrupts = Interrupts()
     # A network of 64 units keeps no GPU busy, and its games run here.
     stays_on_cpu = args.device == "auto" and args.policy == "MlpPolicy"
     device = pick_device("cpu" if stays_on_cpu else args.device)
-    args = resolve(args, device)
+    args = fill_defaults(args, device)
     torch.set_num_threads(args.threads)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -1255,56 +1294,68 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     q_network = QNetwork(args, envs[0]).to(device)
     if args.evaluate is not None:
         with interrupts.at_once():
-            return show(q_network, args, device)
+            return evaluate_run(q_network, args, device)
         return {}
 
     sdpa = None
     if args.policy == "transformer":
         sdpa = q_network.features_extractor.kernel(dtype, device)
-        asked = "" if args.sdpa in ("auto", sdpa.split("_")[0]) else f"--sdpa {args.sdpa}: does not run here; "
-        say(f"{asked}attention runs in {sdpa}")
+        if args.sdpa != "auto" and args.sdpa != sdpa.split("_")[0]:
+            say(f"--sdpa {args.sdpa}: does not run here")
+        say(f"attention runs in {sdpa}")
 
-    # --- what a run is made of ------------------------------------------------------------------------------------
+    # --- networks, games and replay -------------------------------------------------------------------------------
     target_network = QNetwork(args, envs[0]).to(device).requires_grad_(False).eval()
     target_network.load_state_dict(q_network.state_dict())
-    parts, weights, target_weights = list(q_network.parameters()), flat(q_network), flat(target_network)
+    parameters = list(q_network.parameters())
+    weights = flatten_parameters(q_network)
+    target_weights = flatten_parameters(target_network)
     actor = copy.deepcopy(q_network).requires_grad_(False).eval()  # acts without dropout, with the weights that learn
-    for mirror, weight in zip(actor.parameters(), q_network.parameters()):
-        mirror.data = weight.data
-    graphs = args.cudagraph and device.type == "cuda"
-    exp_avg, exp_avg_sq = torch.zeros_like(weights), torch.zeros_like(weights)
+    for mirror, parameter in zip(actor.parameters(), parameters):
+        mirror.data = parameter.data
+    use_graphs = args.cudagraph and device.type == "cuda"
+    exp_avg = torch.zeros_like(weights)
+    exp_avg_sq = torch.zeros_like(weights)
     adam_step = torch.zeros(1, dtype=torch.float64, device=device)
     learning_rate = torch.full_like(adam_step, args.learning_rate)
     loss_scale = torch.tensor(2.0**16 if dtype == torch.float16 else 1.0, device=device)
     cosine = Cosine(args.learning_rate, args.learning_rate_end)
-    replay = Replay(args, envs[0].observation_space, device)
+    replay = ReplayBuffer(args, envs[0].observation_space, device)
     index = torch.zeros(args.batch_size, dtype=torch.int64, device=device)  # what the next update learns from
     loss_sum = torch.zeros(1, device=device)  # since the last log
     timer = PhaseTimer(device)
 
-    actions = envs[0].action_space
-    actions.seed(args.seed)
-    obs = np.stack([env.reset(seed=args.seed + lane)[0] for lane, env in enumerate(envs)])
-    next_obs, action = obs.copy(), np.zeros(args.num_envs, np.int64)
-    reward, discount = np.zeros(args.num_envs, np.float32), np.zeros(args.num_envs, np.float32)
-    returns, lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
-    finished = deque(maxlen=100)  # return, length and score of the last games, as in SB3's curves
+    action_space = envs[0].action_space
+    action_space.seed(args.seed)
+    obs = np.stack([env.reset(seed=args.seed + number)[0] for number, env in enumerate(envs)])
+    next_obs = obs.copy()
+    action = np.zeros(args.num_envs, np.int64)
+    reward = np.zeros(args.num_envs, np.float32)
+    discount = np.zeros(args.num_envs, np.float32)
+    returns = np.zeros(args.num_envs)
+    lengths = np.zeros(args.num_envs, np.int64)
+    last_episodes = deque(maxlen=100)  # return, length and score, as in SB3's curves
 
-    # --- a new run, or the rest of one ----------------------------------------------------------------------------
+    # --- checkpoints ----------------------------------------------------------------------------------------------
     networks = {"q_net": q_network, "q_net_target": target_network}
     optimizer = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": adam_step, "loss_scale": loss_scale}
-    global_step, updates, calls, episodes = 0, 0, 0, 0
+    global_step = 0
+    updates = 0
+    calls = 0  # of SB3's _on_step: one for a step of all games
+    episodes = 0
     epsilon = 0.0
-    seconds_before = 0.0
-    imported_steps, imported_episodes = 0, 0  # of a zip: --total-timesteps and --episodes count from there
+    seconds_before = 0.0  # of the run that is resumed
+    imported_steps = 0  # of a zip: --total-timesteps and --episodes count from there
+    imported_episodes = 0
 
     def elapsed() -> float:
-        return seconds_before + time.perf_counter() - started
+        return seconds_before + time.perf_counter() - start_time
 
     def progress() -> float:
-        steps = global_step / (imported_steps + (args.total_timesteps or math.inf))
-        games = episodes / (imported_episodes + (args.episodes or math.inf))
-        return max(steps, games, elapsed() / (args.max_seconds or math.inf))
+        by_steps = global_step / (imported_steps + args.total_timesteps) if args.total_timesteps else 0
+        by_episodes = episodes / (imported_episodes + args.episodes) if args.episodes else 0
+        by_seconds = elapsed() / args.max_seconds if args.max_seconds else 0
+        return max(by_steps, by_episodes, by_seconds)
 
     def run_state() -> dict[str, Any]:
         """All there is to a run, as tensors and plain values. Of games, only Snake can be put back to where it was."""
@@ -1317,7 +1368,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             "obs": torch.from_numpy(obs.copy()),
             "returns": returns.tolist(),
             "lengths": lengths.tolist(),
-            "action_space": actions.np_random.bit_generator.state,
+            "action_space": action_space.np_random.bit_generator.state,
             "numpy_key": torch.from_numpy(numpy_key.astype(np.int64)),
             "numpy_position": numpy_position,
             "torch": torch.get_rng_state(),
@@ -1334,56 +1385,59 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             state["replay"] = replay.state_dict()
         return state
 
-    def load_run_state(saved: dict[str, Any]) -> None:
+    def load_run_state(checkpoint: dict[str, Any]) -> None:
         """Checks everything first: what does not fit is refused before anything is changed."""
         nonlocal global_step, updates, calls, episodes, epsilon, imported_steps, imported_episodes, seconds_before
-        asked, expected = f"--resume {args.resume}", run_state()
+        asked = f"--resume {args.resume}"
+        expected = run_state()
         del expected["envs"]
-        if args.checkpoint_replay and "replay" not in saved:
+        if args.checkpoint_replay and "replay" not in checkpoint:
             del expected["replay"]
-        check_layout(asked, saved, expected, f"{SHAPES} and --num-envs")
+        check_layout(asked, checkpoint, expected, f"{SHAPE_FLAGS} and --num-envs")
         try:
-            torch.Generator().set_state(saved["torch"])
-            np.random.PCG64().state = saved["action_space"]
-            if int(saved["numpy_key"].max()) >= 2**32 or int(saved["numpy_key"].min()) < 0:
+            torch.Generator().set_state(checkpoint["torch"])
+            np.random.PCG64().state = checkpoint["action_space"]
+            if int(checkpoint["numpy_key"].max()) >= 2**32 or int(checkpoint["numpy_key"].min()) < 0:
                 raise ValueError("NumPy's numbers are out of range")
-            if saved["numpy_position"] > len(saved["numpy_key"]):
-                raise ValueError(f"NumPy is at number {saved['numpy_position']}")
-            if saved["envs"] is not None:
-                for env, state, seen in zip(envs, saved["envs"], saved["obs"], strict=True):
-                    put_back(env.unwrapped, state, seen)
+            if checkpoint["numpy_position"] > len(checkpoint["numpy_key"]):
+                raise ValueError(f"NumPy is at number {checkpoint['numpy_position']}")
+            if checkpoint["envs"] is not None:
+                for env, state, env_obs in zip(envs, checkpoint["envs"], checkpoint["obs"], strict=True):
+                    restore_game(env.unwrapped, state, env_obs)
             if "replay" in expected:
-                replay.load_state_dict(saved["replay"], int(actions.n))
+                replay.load_state_dict(checkpoint["replay"], int(action_space.n))
         except MALFORMED as error:
             fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({type(error).__name__}: {error})")
         for name, network in networks.items():
-            network.load_state_dict(saved[name])
+            network.load_state_dict(checkpoint[name])
         for name, tensor in optimizer.items():
-            tensor.copy_(saved["optimizer"][name])
-        torch.set_rng_state(saved["torch"])
-        np.random.set_state(("MT19937", saved["numpy_key"].numpy().astype(np.uint32), saved["numpy_position"]))
-        actions.np_random.bit_generator.state = saved["action_space"]
-        if saved["envs"] is None:
+            tensor.copy_(checkpoint["optimizer"][name])
+        torch.set_rng_state(checkpoint["torch"])
+        np.random.set_state(
+            ("MT19937", checkpoint["numpy_key"].numpy().astype(np.uint32), checkpoint["numpy_position"])
+        )
+        action_space.np_random.bit_generator.state = checkpoint["action_space"]
+        if checkpoint["envs"] is None:
             say("the games start anew: these cannot be put back to where they were")
         else:
-            obs[:] = saved["obs"].numpy()
-            returns[:] = saved["returns"]
-            lengths[:] = saved["lengths"]
+            obs[:] = checkpoint["obs"].numpy()
+            returns[:] = checkpoint["returns"]
+            lengths[:] = checkpoint["lengths"]
         if "replay" not in expected:
             say("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
-        global_step = saved["global_step"]
-        updates = saved["updates"]
-        calls = saved["calls"]
-        episodes = saved["episodes"]
-        epsilon = saved["epsilon"]
-        imported_steps = saved["imported_steps"]
-        imported_episodes = saved["imported_episodes"]
-        seconds_before = saved["elapsed"]
+        global_step = checkpoint["global_step"]
+        updates = checkpoint["updates"]
+        calls = checkpoint["calls"]
+        episodes = checkpoint["episodes"]
+        epsilon = checkpoint["epsilon"]
+        imported_steps = checkpoint["imported_steps"]
+        imported_episodes = checkpoint["imported_episodes"]
+        seconds_before = checkpoint["elapsed"]
 
     folder = None
     if args.resume is not None:
-        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
-        load_run_state(saved)
+        path, checkpoint = load_checkpoint("--resume", args.resume, args.run_dir)
+        load_run_state(checkpoint)
         if progress() >= 1:
             over = f"its run is over after {global_step:,} steps, {episodes:,} games and {elapsed():.0f} s"
             works = "a larger --total-timesteps, --episodes or --max-seconds works"
@@ -1404,81 +1458,21 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             import wandb
         except ImportError:
             fail("--wandb: its package is missing; pip install wandb")
-    folder = folder or make_run_folder(args)
+    if folder is None:
+        folder = make_run_folder(args)
     if args.wandb:
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-
-    first_step = logged_step = global_step
-    first_update = logged_update = updates
-    scores, precision = {}, str(dtype).removeprefix("torch.")
     writer = SummaryWriter(folder, purge_step=global_step)
     writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
-    threads = f"cpu, {torch.get_num_threads()} threads"
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    precision = str(dtype).removeprefix("torch.")
+    device_name = f"cpu, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
     say(f"{folder} on {device_name}")
+    if device.type == "cuda" and not (args.bf16 and args.cudagraph):
+        say("on CUDA --bf16 and --cudagraph should make it faster; no GPU has measured it yet")
 
-    def due(what: str) -> bool:
-        every = getattr(args, f"{what}_every")
-        if every == 0 or elapsed() < last[what] + every:
-            return False
-        last[what] = elapsed()
-        return True
-
-    def save() -> None:
-        if not weights.isfinite().all():
-            return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        header = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
-        save_checkpoint(folder / "checkpoint.pt", header | run_state())
-
-    def export() -> None:
-        state = {"num_timesteps": global_step, "_n_updates": updates, "_n_calls": calls, "_episode_num": episodes}
-        state |= {"exploration_rate": epsilon, "_current_progress_remaining": 1 - min(progress(), 1)}
-        try:
-            write_sb3(args.export_sb3, args, envs[0], networks, optimizer, state)
-            say(f"{args.export_sb3}: stable_baselines3.DQN.load reads it")
-        except Exception as error:  # a full disk, or a game whose spaces cannot be pickled
-            print(f"--export-sb3 {args.export_sb3}: could not be written ({error})", file=sys.stderr)
-
-    def log() -> None:
-        seconds = timer.read()
-        steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
-        loss = loss_sum.item()
-        loss_sum.zero_()
-        scalars = {
-            "charts/SPS": steps / wall,
-            "charts/updates_per_second": learns / wall,
-            "charts/samples_per_second": learns * args.batch_size / wall,
-            "charts/replay_ratio": learns * args.batch_size / steps,
-            "perf/rollout_fraction": 1 - seconds["learn"] / wall,
-            "rollout/exploration_rate": epsilon,
-            "train/learning_rate": learning_rate.item(),
-            "time/fps": (global_step - first_step) / sum(timer.total.values()),
-        }
-        scalars |= {f"perf/{phase}_ms": 1000 * spent * args.num_envs / steps for phase, spent in seconds.items()}
-        returned, length, score = np.mean(finished, 0) if finished else (math.nan,) * 3
-        if finished:
-            scalars |= {"charts/episodic_return": returned, "charts/episodic_length": length, "charts/score": score}
-            scalars |= {"rollout/ep_rew_mean": returned, "rollout/ep_len_mean": length}
-        if learns:
-            scalars |= {"losses/td_loss": loss / learns, "train/loss": loss / learns}
-        if device.type == "cuda":
-            scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
-            with suppress(Exception):  # NVML missing, or an error of its own
-                scalars["perf/gpu_util"] = torch.cuda.utilization(device)
-        write_scalars(writer, scalars, global_step)
-        line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
-        line += f"  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.0f}"
-        line += f"  epsilon {epsilon:.3f}  return {returned:7.1f}  score {score:5.1f}"
-        say(line, end="\r" if sys.stdout.isatty() else "\n")
-        if not math.isfinite(loss):
-            fail(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
-
-    def test(games: int) -> dict[str, float]:
-        scores = evaluate(actor, args, games, device)
-        write_scalars(writer, {name.replace("_", "/", 1): value for name, value in scores.items()}, global_step)
-        return scores
-
-    # --- acting and learning --------------------------------------------------------------------------------------
+    # --- what the loop does, in its order -------------------------------------------------------------------------
     def autocast() -> torch.autocast | nullcontext:
         # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
         return torch.autocast(device.type, dtype, cache_enabled=False) if dtype != torch.float32 else nullcontext()
@@ -1488,16 +1482,45 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         with autocast():
             return actor(obs).argmax(1)
 
-    def greedy(obs: np.ndarray) -> np.ndarray:
-        if not small:
+    def greedy_action(obs: np.ndarray) -> np.ndarray:
+        if not numpy_layers:
             return policy(torch.from_numpy(obs).to(device)).cpu().numpy()
         x = np.asarray(obs.reshape(len(obs), -1), np.float32)
-        x = x / np.float32(q_network.scale) if q_network.scale != 1 else x
-        for weight, bias in small[:-1]:
+        if q_network.scale != 1:
+            x = x / np.float32(q_network.scale)
+        for weight, bias in numpy_layers[:-1]:
             x = np.maximum(x @ weight + bias, 0)
-        return (x @ small[-1][0] + small[-1][1]).argmax(1)
+        weight, bias = numpy_layers[-1]
+        return (x @ weight + bias).argmax(1)
 
-    def loss_of(obs, next_obs, action, reward, discount) -> torch.Tensor:
+    def act_step_and_store() -> None:
+        """NumPy's and the action space's draws come in SB3's order; all games explore at once, or none."""
+        nonlocal episodes
+        if global_step < args.learning_starts or np.random.rand() < epsilon:
+            action[:] = [action_space.sample() for _ in envs]
+        else:
+            action[:] = greedy_action(obs)
+        timer.lap("act")
+        ended = {}
+        for number, env in enumerate(envs):
+            next_obs[number], reward[number], terminated, truncated, info = env.step(action[number])
+            discount[number] = 0 if terminated else args.gamma  # a truncated game still has a future
+            if terminated or truncated:
+                ended[number] = info
+        timer.lap("env")
+        replay.add(obs, next_obs, action, reward, discount)
+        obs[:] = next_obs
+        returns[:] += reward
+        lengths[:] += 1
+        for number, info in ended.items():
+            last_episodes.append((returns[number], lengths[number], info.get("score", returns[number])))
+            obs[number], _ = envs[number].reset()
+            returns[number] = 0
+            lengths[number] = 0
+        episodes += len(ended)
+        timer.lap("store")
+
+    def td_loss(obs, next_obs, action, reward, discount) -> torch.Tensor:
         with torch.no_grad():
             with autocast():
                 next_q_target = target_network(next_obs)
@@ -1506,33 +1529,9 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             q = q_network(obs)
         return F.smooth_l1_loss(q.gather(1, action[:, None]).squeeze(1), target)
 
-    def rollout() -> None:
-        nonlocal episodes
-        # 1 act and step: NumPy's and the action space's draws in SB3's order; all games explore at once, or none
-        if global_step < args.learning_starts or np.random.rand() < epsilon:
-            action[:] = [actions.sample() for _ in envs]
-        else:
-            action[:] = greedy(obs)
-        timer.lap("act")
-        ended = []
-        for lane, env in enumerate(envs):
-            next_obs[lane], reward[lane], terminated, truncated, info = env.step(action[lane])
-            discount[lane] = 0 if terminated else args.gamma  # a game that ran out of time goes on counting
-            if terminated or truncated:
-                ended.append((lane, info))
-        timer.lap("env")
-        # 2 store
-        replay.store(obs, next_obs, action, reward, discount)
-        obs[:], returns[:], lengths[:] = next_obs, returns + reward, lengths + 1
-        for lane, info in ended:
-            finished.append((returns[lane], lengths[lane], info.get("score", returns[lane])))
-            obs[lane], returns[lane], lengths[lane] = envs[lane].reset()[0], 0, 0
-        episodes += len(ended)
-        timer.lap("store")
-
     def update() -> None:
-        loss = loss_of(*replay.gather(index))
-        grads = torch.autograd.grad(loss * loss_scale, parts)
+        loss = td_loss(*replay.transitions_at(index))
+        grads = torch.autograd.grad(loss * loss_scale, parameters)
         with torch.no_grad():
             grad = torch.cat([grad.flatten() for grad in grads]) / loss_scale
             norm = grad.norm()  # SB3 takes the norm of norms: another last bit, and compiled a fifth slower
@@ -1545,18 +1544,89 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
                 loss = torch.where(finite, loss, math.nan)
             loss_sum.add_(loss)
 
-    # --- switches: they wrap `policy` and `update` ----------------------------------------------------------------
-    eager, small = update, []
+    def log() -> None:
+        seconds = timer.read()
+        wall_seconds = sum(seconds.values())
+        new_steps = global_step - logged_step
+        new_updates = updates - logged_updates
+        loss = loss_sum.item()
+        loss_sum.zero_()
+        scalars = {
+            "charts/SPS": new_steps / wall_seconds,
+            "charts/updates_per_second": new_updates / wall_seconds,
+            "charts/samples_per_second": new_updates * args.batch_size / wall_seconds,
+            "charts/replay_ratio": new_updates * args.batch_size / new_steps,
+            "perf/rollout_fraction": 1 - seconds["learn"] / wall_seconds,
+            "rollout/exploration_rate": epsilon,
+            "train/learning_rate": learning_rate.item(),
+            "time/fps": (global_step - first_step) / sum(timer.total.values()),
+        }
+        for phase in seconds:
+            scalars[f"perf/{phase}_ms"] = 1000 * seconds[phase] * args.num_envs / new_steps
+        episodic_return = score = math.nan
+        if last_episodes:
+            episodic_return, length, score = np.mean(last_episodes, 0)
+            scalars["charts/episodic_return"] = episodic_return
+            scalars["charts/episodic_length"] = length
+            scalars["charts/score"] = score
+            scalars["rollout/ep_rew_mean"] = episodic_return
+            scalars["rollout/ep_len_mean"] = length
+        if new_updates:
+            scalars["losses/td_loss"] = loss / new_updates
+            scalars["train/loss"] = loss / new_updates
+        if device.type == "cuda":
+            scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
+            with suppress(Exception):  # NVML is missing, or has an error of its own
+                scalars["perf/gpu_util"] = torch.cuda.utilization(device)
+        write_scalars(writer, scalars, global_step)
+        line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
+        line += f"  SPS {new_steps / wall_seconds:>9,.0f}  updates/s {new_updates / wall_seconds:>5.0f}"
+        line += f"  epsilon {epsilon:.3f}  return {episodic_return:7.1f}  score {score:5.1f}"
+        say(line, end="\r" if sys.stdout.isatty() else "\n")
+        if not math.isfinite(loss):
+            fail(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
+
+    def evaluate_and_log(games: int) -> dict[str, float]:
+        scores = evaluate(actor, args, games, device)
+        write_scalars(writer, {name.replace("_", "/", 1): score for name, score in scores.items()}, global_step)
+        return scores
+
+    def save() -> None:
+        if not weights.isfinite().all():
+            print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
+            return
+        header = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
+        save_checkpoint(folder / "checkpoint.pt", header | run_state())
+
+    def export() -> None:
+        counters = {
+            "num_timesteps": global_step,
+            "_n_updates": updates,
+            "_n_calls": calls,
+            "_episode_num": episodes,
+            "exploration_rate": epsilon,
+            "_current_progress_remaining": 1 - min(progress(), 1),
+        }
+        try:
+            write_sb3(args.export_sb3, args, envs[0], networks, optimizer, counters)
+            say(f"{args.export_sb3}: stable_baselines3.DQN.load reads it")
+        except Exception as error:  # a full disk, or a game whose spaces cannot be pickled
+            print(f"--export-sb3 {args.export_sb3}: could not be written ({error})", file=sys.stderr)
+
+    # --- switches: NumPy's policy, --compile and --cudagraph ------------------------------------------------------
+    eager_update = update
+    numpy_layers = []
     if device.type == "cpu" and dtype == torch.float32 and args.policy == "MlpPolicy":
         # NumPy on the same weights, since calling PyTorch costs more than these matmuls: 8 us an action, not 31.
-        small = [(layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in actor.q_net[::2]]
+        numpy_layers = [(layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in actor.q_net[::2]]
     if args.compile:
         torch._dynamo.reset()  # of a run before this one in the same process
-        policy = policy if small else try_compile(policy, args.compile_mode, torch.from_numpy(obs).to(device))
-        state = weights, target_weights, *optimizer.values(), loss_sum
+        if not numpy_layers:
+            policy = try_compile(policy, args.compile_mode, torch.from_numpy(obs).to(device))
+        state = [weights, target_weights, *optimizer.values(), loss_sum]
         before = [tensor.clone() for tensor in state]
         if device.type == "cuda":  # else reduce-overhead makes no graph, and does not say so
-            for tensor in (*state, index, *replay.flat):
+            for tensor in (*state, index, *replay.transitions):
                 torch._dynamo.mark_static_address(tensor)
         # The C++ wrapper gains 30 us an update, and 30 more that nobody looks whether anything but values has changed.
         options = {"cpp_wrapper": device.type == "cpu", "guard_filter_fn": lambda guards: [False] * len(guards)}
@@ -1565,80 +1635,94 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             update = try_compile(update, args.compile_mode, **options)
         for tensor, value in zip(state, before):  # that was a trial
             tensor.copy_(value)
-    is_compiled = update is not eager
-    if graphs:
+    is_compiled = update is not eager_update
+    if use_graphs:
         update = CUDAGraphStep(update, torch.Generator(device), timer)
     elif args.cudagraph:
         say("--cudagraph: needs CUDA; the loop runs without graphs")
-    active = [precision, "compiled" if is_compiled else "eager", f"batch size {args.batch_size}", *filter(None, [sdpa])]
+    active = [precision, "compiled" if is_compiled else "eager", f"batch size {args.batch_size}"]
+    if sdpa is not None:
+        active.append(sdpa)
     origins = [f"{flag} from {source}" for flag, source in (sources or {}).items()]
     say(f"active: {', '.join(active)}; settings: {', '.join(origins) or 'the defaults'}")
 
     # --- the loop: SB3's learn, collect_rollouts and train --------------------------------------------------------
-    per_round = args.train_freq * args.num_envs if args.gradient_steps == -1 else args.gradient_steps
+    updates_per_round = args.gradient_steps
+    if args.gradient_steps == -1:
+        updates_per_round = args.train_freq * args.num_envs
     target_every = max(args.target_update_interval // args.num_envs, 1)
-    last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
-    write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
+    first_step = logged_step = global_step
+    first_update = logged_updates = updates
+    scores = {}
+    last_log = last_eval = last_checkpoint = elapsed()
+    write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
     timer.lap()
     while progress() < 1 and not interrupts:
         # 1 act and step, 2 store
         for _ in range(args.train_freq):
-            rollout()
+            act_step_and_store()
             global_step += args.num_envs
             calls += 1
             if calls % target_every == 0:  # one call at a time: no threshold is jumped over
                 target_weights.mul_(1 - args.tau).add_(weights, alpha=args.tau)  # rounds as SB3 does, unlike lerp_
-            epsilon = epsilon_at(progress(), args.exploration_initial_eps, args.exploration_final_eps,
-                                 args.exploration_fraction)  # fmt: skip
+            epsilon = linear_schedule(
+                args.exploration_initial_eps, args.exploration_final_eps, args.exploration_fraction, progress()
+            )
         timer.lap("rollout")
 
         # 3 learn
         if global_step > args.learning_starts:
             if args.lr_schedule == "cosine":
                 learning_rate.fill_(cosine(1 - progress()))
-            for _ in range(per_round):
-                replay.draw(index)
+            for _ in range(updates_per_round):
+                replay.sample_index(index)
                 update()
-            updates += per_round
+            updates += updates_per_round
         timer.lap("learn")
 
         # 4 log, evaluate, save
-        if due("log"):
+        if elapsed() >= last_log + args.log_every:
+            last_log = elapsed()
             log()
-            logged_step, logged_update = global_step, updates
+            logged_step = global_step
+            logged_updates = updates
             timer.lap("log")
-        if due("eval"):
+        if args.eval_every and elapsed() >= last_eval + args.eval_every:
+            last_eval = elapsed()
             with interrupts.at_once():
-                scores = test(max(args.eval_episodes // 10, 1))
+                scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
             timer.lap()
-        if due("checkpoint"):
+        if args.checkpoint_every and elapsed() >= last_checkpoint + args.checkpoint_every:
+            last_checkpoint = elapsed()
             save()
             timer.lap()
 
-    # --- the end: what must not be lost first ---------------------------------------------------------------------
+    # --- the end: what must not be lost comes first -----------------------------------------------------------------
     if global_step > logged_step:
         log()
-    wall_seconds, busy = elapsed(), sum(timer.total.values()) or math.inf
+    wall_seconds = elapsed()
     save()
-    steps, learns = global_step - first_step, updates - first_update
+    busy_seconds = sum(timer.total.values()) or math.inf
+    new_steps = global_step - first_step
+    new_updates = updates - first_update
     summary = {
         "script": SCRIPT,
         "device": device_name,
         "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
         "compiled": is_compiled,
-        "cudagraph": graphs and update.graph is not None,
+        "cudagraph": use_graphs and update.graph is not None,
         "sdpa": sdpa,
         "env_steps": global_step,
         "updates": updates,
         "episodes": episodes,
         "wall_seconds": wall_seconds,
-        "env_steps_per_second": steps / busy,
-        "updates_per_second": learns / busy,
-        "samples_per_second": learns * args.batch_size / busy,
-        "replay_ratio": learns * args.batch_size / max(steps, 1),
-        "rollout_fraction": 1 - timer.total["learn"] / busy,
-        "train_fraction": timer.total["learn"] / busy,
+        "env_steps_per_second": new_steps / busy_seconds,
+        "updates_per_second": new_updates / busy_seconds,
+        "samples_per_second": new_updates * args.batch_size / busy_seconds,
+        "replay_ratio": new_updates * args.batch_size / max(new_steps, 1),
+        "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
+        "train_fraction": timer.total["learn"] / busy_seconds,
         **scores,
     }
     write_json(folder / "summary.json", summary)
@@ -1649,11 +1733,11 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         export()
     if not interrupts:
         with interrupts.at_once():
-            summary |= test(args.eval_episodes)
+            summary |= evaluate_and_log(args.eval_episodes)
             write_json(folder / "summary.json", summary)
             say("  ".join(f"{name} {value:g}" for name, value in summary.items() if name.startswith("eval")))
             if args.video:
-                write_gif(actor, args, device, folder / "videos")
+                save_gif(actor, args, device, folder)
             say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
     if interrupts:
         say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")

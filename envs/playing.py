@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 MAX_GIF_FRAMES = 1_000  # a snake that goes in circles would have tens of thousands
+MAX_GIF_SIDE = 640  # pixels; larger frames are shrunk
 
 
 def play(env: gym.Env, policy: Callable[[np.ndarray], Any], seed: int) -> Iterator[np.ndarray | str | None]:
@@ -26,14 +27,21 @@ def play(env: gym.Env, policy: Callable[[np.ndarray], Any], seed: int) -> Iterat
 
 def write_gif(frames: Iterable[np.ndarray], path: Path, milliseconds: int = 80) -> None:
     """Raises OSError where `path` cannot be written. `milliseconds` is how long a frame is shown."""
-    images = (Image.fromarray(frame) for frame in frames)
+
+    def images() -> Iterator[Image.Image]:
+        for frame in islice(frames, MAX_GIF_FRAMES):
+            image = Image.fromarray(frame)
+            image.thumbnail((MAX_GIF_SIDE, MAX_GIF_SIDE))  # only ever shrinks
+            yield image
+
     path.parent.mkdir(exist_ok=True)
-    first = next(images)
-    others = islice(images, MAX_GIF_FRAMES - 1)
+    others = images()
+    first = next(others)
     first.save(path, save_all=True, append_images=others, duration=milliseconds, loop=0)
 
 
-def show_in_terminal(frames: Iterable[str], fps: float) -> None:
+def show_in_terminal(frames: Iterable[str | None], fps: float) -> None:
     for frame in frames:
-        print(f"\033[H\033[J{frame}", flush=True)  # from the top left corner of a cleared screen
+        if frame is not None:  # a game with a window draws into it
+            print(f"\033[H\033[J{frame}", flush=True)  # from the top left corner of a cleared screen
         time.sleep(1 / fps)
