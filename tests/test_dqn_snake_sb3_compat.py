@@ -22,7 +22,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dqn_snake_sb3_compat as script
-from dqn_snake_sb3_compat import Args, Cosine, QNetwork, Transformer, epsilon_at, main, td_target
+from dqn_snake_sb3_compat import Args, Cosine, QNetwork, Transformer, linear_schedule, main, td_target
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -192,7 +192,7 @@ def test_a_whole_run_makes_sb3s_decisions(run) -> None:
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_whole_updates_against_ten_lines_in_double_precision(run, monkeypatch, num_envs) -> None:
     """42 updates written out anew: Huber loss, clipping, Adam, a step size that falls, target updates on the way."""
-    made, batches, norms, init, gather = [], [], [], QNetwork.__init__, script.Replay.gather
+    made, batches, norms, init, gather = [], [], [], QNetwork.__init__, script.ReplayBuffer.transitions_at
 
     def keep(self, *arguments) -> None:
         init(self, *arguments)
@@ -203,7 +203,7 @@ def test_whole_updates_against_ten_lines_in_double_precision(run, monkeypatch, n
         return gather(self, index)
 
     monkeypatch.setattr(QNetwork, "__init__", keep)
-    monkeypatch.setattr(script.Replay, "gather", record)
+    monkeypatch.setattr(script.ReplayBuffer, "transitions_at", record)
     flags = dict(
         num_envs=num_envs, total_timesteps=100 * num_envs, learning_starts=19 * num_envs, train_freq=4,
         gradient_steps=2, learning_rate=1e-2, lr_schedule="cosine", learning_rate_end=1e-4, max_grad_norm=0.4,
@@ -288,8 +288,9 @@ def test_a_small_network_stays_on_the_cpu(run, monkeypatch) -> None:
 
 
 def test_maths() -> None:
-    assert epsilon_at(0, 1, 0.05, 0.1) == 1 and epsilon_at(0.05, 1, 0.05, 0.1) == pytest.approx(0.525)
-    assert epsilon_at(0.2, 1, 0.05, 0.1) == 0.05 and epsilon_at(0.2, 1, 0.05, 0) == 0.05
+    assert linear_schedule(1, 0.05, 0.1, progress=0) == 1
+    assert linear_schedule(1, 0.05, 0.1, progress=0.05) == pytest.approx(0.525)
+    assert linear_schedule(1, 0.05, 0.1, progress=0.2) == linear_schedule(1, 0.05, 0, progress=0.2) == 0.05
     cosine = Cosine(1e-3, 1e-4)
     assert [cosine(1), cosine(0.5), cosine(0)] == pytest.approx([1e-3, 5.5e-4, 1e-4])
     q = torch.tensor([[1.0, 3.0], [5.0, 2.0]])
@@ -297,8 +298,8 @@ def test_maths() -> None:
 
 
 def test_exploration_is_drawn_once_for_all_games(run, monkeypatch) -> None:
-    rows, store = [], script.Replay.store
-    monkeypatch.setattr(script.Replay, "store", lambda self, *a: rows.append(a[2].copy()) or store(self, *a))
+    rows, store = [], script.ReplayBuffer.add
+    monkeypatch.setattr(script.ReplayBuffer, "add", lambda self, *a: rows.append(a[2].copy()) or store(self, *a))
 
     def biased(self, *arguments, init=QNetwork.__init__):
         init(self, *arguments)
@@ -433,7 +434,7 @@ def test_a_zip_that_learns_otherwise_is_refused(run, tmp_path, capsys, word) -> 
     DQN("MlpPolicy", "CartPole-v1", device="cpu", **{"buffer_size": 100} | FOREIGN[word]).save(tmp_path / "model.zip")
     with pytest.raises(SystemExit) as error:
         args, _ = parse_words(f"--import-sb3 {tmp_path / 'model.zip'} --env-id CartPole-v1")
-        script.resolve(args, CPU)
+        script.fill_defaults(args, CPU)
     said = capsys.readouterr().err
     assert error.value.code == 2 and said.count("\n") == 1 and word in said, said
 
@@ -870,7 +871,7 @@ def test_training_and_evaluation_share_no_seed(run, monkeypatch) -> None:
     run(seed=highest, num_envs=3, total_timesteps=60, eval_episodes=5)
     given = [seed for seed in seeds if seed is not None]
     assert given == [highest, highest + 1, highest + 2, *(highest + 3 + lane for lane in range(5))]
-    assert script.EVAL_SEED + script.MOST_GAMES == 2**31  # some games take no larger one
+    assert script.EVAL_SEED + script.MAX_GAMES == 2**31  # some games take no larger one
     with pytest.raises(SystemExit):
         run(seed=highest + 1, num_envs=3, run_name="higher")
 
@@ -955,7 +956,7 @@ def test_a_run_does_not_depend_on_what_ran_before(run) -> None:
 def test_time_limits_bootstrap_and_ends_do_not(run) -> None:
     _, folder = run(**SHORT, checkpoint_replay=True, gamma=0.5)
     replay = load(folder)["replay"]
-    obs, next_obs, discount = (replay[name][: replay["held"]] for name in ("obs", "next_obs", "discount"))
+    obs, next_obs, discount = (replay[name][: replay["size"]] for name in ("obs", "next_obs", "discount"))
     fell = (next_obs[:, 0].abs() > 2.4) | (next_obs[:, 2].abs() > 0.2095)
     assert fell.any() and torch.equal(discount == 0, fell) and set(discount[~fell].tolist()) == {0.5}
     follows = (next_obs[:-1] == obs[1:]).all(1)
@@ -1160,7 +1161,7 @@ gym.register("Large-v0", lambda **kwargs: Large(**kwargs))
 def test_a_gif_is_bounded_in_frames_and_size_and_written_as_it_comes(run, monkeypatch) -> None:
     from PIL import Image
 
-    monkeypatch.setattr(script, "GIF_FRAMES", 20)
+    monkeypatch.setattr("envs.playing.MAX_GIF_FRAMES", 20)
     Large.drawn = 0
     _, folder = run(env_id="Large-v0", board=None, video=True, total_timesteps=60)
     with Image.open(folder / "videos" / "game.gif") as gif:
