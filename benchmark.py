@@ -72,7 +72,8 @@ from envs import mario
 from envs.mario import UNSEEN_LEVELS, MarioBatch, MarioEnv, MarioGame, MarioVectorEnv
 from envs.metta import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE, MettaArena, MettaVectorEnv, Rules, Thing
 from envs.smb import NesGame, SuperMarioBrosBatch
-from envs.snake import SnakeBatch, SnakeEnv, SnakeVectorEnv
+from envs.snake import SnakeEnv
+from envs.snake_batch import SnakeBatch, SnakeVectorEnv
 
 ROOT = Path(__file__).parent
 PLAIN = {"OPTIMAL_BATCH_SIZE": "32", "USE_TORCH_COMPILE": "false", "USE_FLASH_ATTENTION": "false", "USE_BF16": "false"}

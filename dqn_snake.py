@@ -35,7 +35,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
 from envs.playing import play, show_in_terminal, write_gif
-from envs.snake import HEAD, VARIANTS, Rules, SnakeBatch, SnakeEnv
+from envs.snake import HEAD, VARIANTS, Rules, SnakeEnv
+from envs.snake_batch import SnakeBatch
 from envs.snake_view import EgocentricView
 
 SCRIPT = Path(__file__).stem

@@ -49,7 +49,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
 from envs.playing import play, show_in_terminal, write_gif
-from envs.snake import MOVES, VARIANTS, SnakeEnv
+from envs.snake import VARIANTS, SnakeEnv
 
 SCRIPT = Path(__file__).stem
 MAX_GAMES = 10_000  # of an evaluation, and side by side
@@ -614,18 +614,7 @@ def evaluate_run(q_network: QNetwork, args: Args, device: torch.device) -> dict[
 
 def restore_game(env: SnakeEnv, state: dict[str, Any], obs: torch.Tensor) -> None:
     """Go on with a saved game. Raises one of MALFORMED for what is no game of this board that looks like `obs`."""
-    has_cells = ("body", "free", "slot", "food")
-    plain = {name: value for name, value in env.state_dict().items() if name not in has_cells}
-    has_layout = layout({name: state[name] for name in plain}) == layout(plain)
-    if not has_layout or len(state) != len(plain) + 4 or not state["heading"] < len(MOVES):
-        raise ValueError("other parts than a game has")
-    cells = [*state["body"], *state["free"]]
-    if state["food"] is not None:
-        cells.append(state["food"])
-    if any(type(cell) is not int for cell in cells) or sorted(cells) != list(range(env.rules.cells)):
-        raise ValueError("snake, food and free cells do not make a board")
-    slot = {cell: number for number, cell in enumerate(state["free"])}
-    env.load_state_dict(state | {"slot": slot})
+    env.load_state_dict(state)
     if not np.array_equal(env.rules.observe(env.codes()), obs.numpy()):
         raise ValueError("a game looks other than it is")
 

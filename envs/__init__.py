@@ -5,7 +5,7 @@ from gymnasium.envs.registration import register
 from envs import metta, snake
 
 for _id, _rules in snake.VARIANTS.items():
-    register(_id, "envs.snake:SnakeEnv", vector_entry_point="envs.snake:SnakeVectorEnv", kwargs=_rules)
+    register(_id, "envs.snake:SnakeEnv", vector_entry_point="envs.snake_batch:SnakeVectorEnv", kwargs=_rules)
 for _id, _rules in metta.VARIANTS.items():
     register(_id, vector_entry_point="envs.metta:MettaVectorEnv", kwargs=_rules)
 register("MarioLike-v0", "envs.mario:MarioEnv", vector_entry_point="envs.mario:MarioVectorEnv")

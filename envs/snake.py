@@ -1,4 +1,4 @@
-"""Snake twice: the rule book (one game in plain Python) and the same rules for many games at once in torch.
+"""Snake, the rule book: one game in plain Python. envs/snake_batch.py plays many at once by the same rules.
 
 Both play the same game: same actions and same (seed, lane) give the same trajectory, food by food. Every draw is a
 hash of (seed, lane, number of draws so far), so a lane's game depends neither on the other lanes nor on the device.
@@ -11,17 +11,16 @@ A body code names the direction of the next cell toward the head, a head code th
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 
-EMPTY, FOOD, BODY, HEAD = 0, 1, 2, 6
+EMPTY = 0
+FOOD = 1
+BODY = 2
+HEAD = 6
 MOVES = ((-1, 0), (0, 1), (1, 0), (0, -1))  # up, right, down, left as (row, column); action ^ 2 is the reverse
 
 
@@ -84,13 +83,17 @@ class Rules:
         rows, columns = self.board
         if self.start_margin is None:
             return [rows // 2 * columns + columns // 2]
-        rows, columns = (range(self.start_margin, side - 1 - self.start_margin) for side in self.board)
-        return [row * self.board[1] + column for row in rows for column in columns]
+        first = self.start_margin
+        start_rows = range(first, rows - 1 - first)
+        start_columns = range(first, columns - 1 - first)
+        return [row * columns + column for row in start_rows for column in start_columns]
 
     @property
     def observation_space(self) -> gym.spaces.Box:
-        shape, high = {"codes": ((), 9), "blocks": ((), 3), "onehot": ((3,), 1)}[self.observation]
-        return gym.spaces.Box(0, high, (*self.board, *shape), np.uint8)
+        if self.observation == "onehot":
+            return gym.spaces.Box(0, 1, (*self.board, 3), np.uint8)
+        highest = 9 if self.observation == "codes" else 3
+        return gym.spaces.Box(0, highest, self.board, np.uint8)
 
     def observe(self, codes: np.ndarray) -> np.ndarray:
         """(..., rows, columns) codes -> an observation of `observation_space` (a copy)."""
@@ -118,16 +121,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _hash(x):
+def integer_hash(x):
     """32-bit integer hash (xor-shift and multiply, twice); Python ints or int64 tensors, the same numbers."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
 
 
-def _lane_key(seed: int, lane):
-    """Start of the random stream of one lane; its n-th draw is `_hash(key + n)`."""
-    return _hash(_hash(seed & 0xFFFFFFFF) ^ _hash(lane + 0x9E3779B9))
+def lane_key(seed: int, lane):
+    """Start of the random stream of one lane; its n-th draw is `integer_hash(key + n)`."""
+    return integer_hash(integer_hash(seed & 0xFFFFFFFF) ^ integer_hash(lane + 0x9E3779B9))
 
 
 class SnakeEnv(gym.Env):
@@ -142,7 +145,8 @@ class SnakeEnv(gym.Env):
 
     def __init__(self, render_mode: str | None = None, lane: int = 0, **rules: Any) -> None:
         self.rules = Rules(**rules)
-        self.render_mode, self.lane = render_mode, lane
+        self.render_mode = render_mode
+        self.lane = lane
         self.observation_space = self.rules.observation_space
         self.action_space = gym.spaces.Discrete(4)
         self.key = None
@@ -152,14 +156,17 @@ class SnakeEnv(gym.Env):
         if seed is None and self.key is None:
             seed = int(self.np_random.integers(2**32))
         if seed is not None:
-            self.key, self.draws = _lane_key(seed, self.lane), 0
+            self.key = lane_key(seed, self.lane)
+            self.draws = 0
         heads = self.rules.start_heads
         head = heads[self._draw() % len(heads)]
         self.body = deque(head - i for i in reversed(range(self.rules.start_length)))  # tail first, head last
         self.heading = 1
         self.free = [cell for cell in range(self.rules.cells) if cell not in self.body]
         self.slot = {cell: i for i, cell in enumerate(self.free)}  # where a free cell stands in `free`
-        self.score, self.clock, self.won = 0, 0, False
+        self.score = 0
+        self.clock = 0
+        self.won = False
         self._place_food()
         return self._observation(), self._info()
 
@@ -168,16 +175,16 @@ class SnakeEnv(gym.Env):
         if action not in (0, 1, 2, 3):  # -1 would read the last direction of MOVES
             raise ValueError(f"action {action}: must be 0, 1, 2 or 3")
         action = int(action)
-        if not (rules.reversal_guard and action ^ 2 == self.heading):
-            heading = action
-        else:
-            heading = self.heading
-        columns = rules.board[1]
-        row, column = self.body[-1] // columns + MOVES[heading][0], self.body[-1] % columns + MOVES[heading][1]
+        is_reversal = action ^ 2 == self.heading
+        heading = self.heading if is_reversal and rules.reversal_guard else action
+        rows, columns = rules.board
+        head_row, head_column = divmod(self.body[-1], columns)
+        row = head_row + MOVES[heading][0]
+        column = head_column + MOVES[heading][1]
         cell = row * columns + column
         self.clock += 1
 
-        inside = 0 <= row < rules.board[0] and 0 <= column < columns
+        inside = 0 <= row < rows and 0 <= column < columns
         tail_leaves = not rules.solid_tail and cell == self.body[0]
         dead = not inside or (cell in self.body and not tail_leaves)
         eats = not dead and cell == self.food
@@ -186,12 +193,14 @@ class SnakeEnv(gym.Env):
             if not eats:
                 tail = self.body.popleft()
                 if cell != tail:  # the tail's cell takes the place of the head's in the list of free cells
-                    slot = self.slot[tail] = self.slot.pop(cell)
+                    slot = self.slot.pop(cell)
+                    self.slot[tail] = slot
                     self.free[slot] = tail
             self.body.append(cell)
         if eats:
             self.score += 1
-            self.clock = 0 if rules.hunger else self.clock
+            if rules.hunger:
+                self.clock = 0
             self.food = None
             self.won = not self.free
             if not self.won:
@@ -204,8 +213,10 @@ class SnakeEnv(gym.Env):
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to a game under way, in plain values."""
-        names = "key draws heading free slot score clock won food".split()
-        return {name: getattr(self, name) for name in names} | {"body": list(self.body)}
+        names = ["key", "draws", "heading", "free", "slot", "score", "clock", "won", "food"]
+        state = {name: getattr(self, name) for name in names}
+        state["body"] = list(self.body)
+        return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Raises ValueError, before anything is changed, for values that no game has."""
@@ -217,22 +228,24 @@ class SnakeEnv(gym.Env):
     def _problem(self, saved: dict[str, Any]) -> str | None:
         """What is wrong with a `state_dict`, None if nothing is."""
         rules = self.rules
-        kinds = dict.fromkeys("key draws heading score clock".split(), int)
+        kinds = dict.fromkeys(["key", "draws", "heading", "score", "clock"], int)
         kinds |= {"won": bool, "body": list, "free": list, "slot": dict}
         if type(saved) is not dict or set(saved) != {*kinds, "food"}:
             return "other names"
         for name, kind in kinds.items():
             if type(saved[name]) is not kind:
                 return f"{name} is not of type {kind.__name__}"
-        food, body = saved["food"], saved["body"]
+        food = saved["food"]
+        body = saved["body"]
         taken = body if food is None else [*body, food]
         if not all(type(cell) is int and 0 <= cell < rules.cells for cell in [*taken, *saved["free"]]):
             return "a cell beside the board"
         if not body or len(set(taken)) < len(taken):
             return "things on top of each other"
         for cell, successor in zip(body, body[1:]):
-            (row, column), (next_row, next_column) = divmod(cell, rules.board[1]), divmod(successor, rules.board[1])
-            move = next_row - row, next_column - column
+            row, column = divmod(cell, rules.board[1])
+            next_row, next_column = divmod(successor, rules.board[1])
+            move = (next_row - row, next_column - column)
             if move not in MOVES:
                 return "a body in pieces"
         if saved["heading"] not in range(4) or (len(body) > 1 and saved["heading"] != MOVES.index(move)):
@@ -251,12 +264,13 @@ class SnakeEnv(gym.Env):
 
     def _draw(self) -> int:
         self.draws += 1
-        return _hash(self.key + self.draws)
+        return integer_hash(self.key + self.draws)
 
     def _place_food(self) -> None:
         """Food takes a free cell out of the list; the last of the list fills the gap."""
         slot = self._draw() % len(self.free)
-        self.food, last = self.free[slot], self.free[-1]
+        self.food = self.free[slot]
+        last = self.free[-1]
         self.free[slot] = last
         self.slot[last] = slot
         self.free.pop()
@@ -304,7 +318,8 @@ def render_rgb(env: SnakeEnv) -> np.ndarray:
     from PIL import Image, ImageDraw, ImageFont
 
     rows, columns = env.rules.board
-    size, bar = 2 * min(24, 480 // max(rows, columns)), 64  # drawn twice as large and then halved, for smooth edges
+    size = 2 * min(24, 480 // max(rows, columns))  # drawn twice as large and then halved, for smooth edges
+    bar = 64
     width = max(columns * size, 192)  # the score needs as much
     image = Image.new("RGB", (width, rows * size + bar), "#0f1420")
     draw = ImageDraw.Draw(image)
@@ -338,309 +353,3 @@ def render_rgb(env: SnakeEnv) -> np.ndarray:
         disc(eye_x + 0.04 * size * across, eye_y + 0.04 * size * down, 0.06 * size, "#0f1420")
     draw.text((size / 3, bar / 2), f"score {env.score}", "#e8edf7", ImageFont.load_default(bar * 0.6), anchor="lm")
     return np.asarray(image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX))
-
-
-class SnakeBatch:
-    """`num_envs` games at once, every tensor on `device`; agrees with `SnakeEnv` step for step.
-
-    `reset() -> obs` and `step(action) -> (obs, reward, terminated, truncated, info)`: `action` (N,) int64, `obs`
-    (N, rows, columns) uint8 codes, `reward` (N,) float32, the rest (N,) bool. A finished game starts anew in the same
-    step. `info["final_obs"]` is what each game looked like before that; `info` also holds its `score`, `length`,
-    `return` and whether it was `won` as of then. Both observations are the environment's own buffers, overwritten by
-    the next step. No step waits for the device; on CUDA all shapes are fixed, so that a graph can capture it.
-    """
-
-    def __init__(self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0, **rules: Any) -> None:
-        self.rules, self.num_envs, self.device = Rules(**rules), num_envs, torch.device(device)
-        self.fixed_shapes = self.device.type != "cpu"  # see `_select`
-        n, cells = num_envs, self.rules.cells
-        self.key = _lane_key(seed, torch.arange(n, device=device))
-        self.lanes = torch.arange(n, device=device)
-        self.base = self.lanes * cells  # first cell of a lane in the flat (N * cells) tensors
-        self.free_base = self.lanes * (cells + 1)
-
-        # Cell reached from (cell, direction). Into a wall leads back to the cell itself, where the head is in the way.
-        rows, columns = self.rules.board
-        row, column = np.divmod(np.arange(cells), columns)
-        reached = [
-            np.where((0 <= row + i) & (row + i < rows) & (0 <= column + j) & (column + j < columns),
-                     (row + i) * columns + column + j, np.arange(cells))
-            for i, j in MOVES
-        ]  # fmt: skip
-        self.neighbour = torch.tensor(np.stack(reached, 1).ravel(), device=device)
-
-        # One new game per possible start, to be copied into a lane. A cell that is not free has slot `cells`: the
-        # spare column of `free`, where writes do no harm. That is what makes a move need no masks there.
-        starts = len(self.rules.start_heads)
-        self.start_head = torch.tensor(self.rules.start_heads, device=device)
-        body = self.start_head[:, None] - torch.arange(self.rules.start_length, device=device)
-        codes = torch.zeros(starts, cells, dtype=torch.uint8, device=device)
-        codes.scatter_(1, body, BODY + 1)
-        codes.scatter_(1, self.start_head[:, None], HEAD + 1)
-        self.start_codes = codes
-        slot = (codes == EMPTY).cumsum(1) - 1
-        self.start_slot = torch.where(codes == EMPTY, slot, cells).short()
-        free = torch.argsort((codes != EMPTY).byte(), dim=1, stable=True)
-        self.start_free = torch.cat([free, torch.zeros_like(free[:, :1])], 1).short()
-
-        def per_lane(dtype: torch.dtype = torch.int64, *shape: int) -> torch.Tensor:
-            return torch.zeros(n, *shape, dtype=dtype, device=device)
-
-        self.codes, self.final_codes = per_lane(torch.uint8, cells), per_lane(torch.uint8, cells)
-        self.free, self.slot = per_lane(torch.int16, cells + 1), per_lane(torch.int16, cells)
-        self.head, self.tail, self.heading, self.num_free = per_lane(), per_lane(), per_lane(), per_lane()
-        self.draws, self.clock, self.length, self.score = per_lane(), per_lane(), per_lane(), per_lane()
-        self.episode_return = per_lane(torch.float32)
-        # Games finished since the caller last zeroed this, and the sums of their score, length and return.
-        self.finished = torch.zeros(4, device=device)
-        # Numbers that are written by index: a plain one would be copied to the device first, and a graph cannot.
-        self.no_slot = torch.tensor(cells, dtype=torch.int16, device=device)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All that the games are, as the tensors themselves, not copies."""
-        names = "codes free slot head tail heading num_free draws clock length score episode_return finished"
-        return {name: getattr(self, name) for name in names.split()}
-
-    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
-        """Raises ValueError, before anything is changed, for values that no game has."""
-        state = self.state_dict()
-        if set(saved) != set(state):
-            raise ValueError(f"games must have {', '.join(state)}")
-        for name, tensor in state.items():
-            if saved[name].dtype != tensor.dtype or saved[name].shape != tensor.shape:
-                raise ValueError(f"{name} must be {tensor.dtype} {list(tensor.shape)}")
-        problem = self._problem(**{name: tensor.cpu() for name, tensor in saved.items()})
-        if problem:
-            raise ValueError(f"not games of Snake on this board: {problem}")
-        for name, tensor in state.items():
-            tensor.copy_(saved[name])
-
-    def _problem(
-        self, codes, free, slot, head, tail, heading, num_free, draws, clock, length, score, episode_return, finished
-    ) -> str | None:
-        """What is wrong with a `state_dict` on the CPU, None if nothing is.
-
-        Every lane must have a whole snake, its head where it is said to be, one food, and a list of all other cells: a
-        step follows codes, cells and slots without looking where they lead.
-        """
-        rules, cells = self.rules, self.rules.cells
-        limits = {
-            "codes": (codes, HEAD + 3),
-            "free": (free, cells - 1),
-            "slot": (slot, cells),
-            "head": (head, cells - 1),
-            "tail": (tail, cells - 1),
-            "heading": (heading, 3),
-            "num_free": (num_free, cells),
-            "clock": (clock, rules.limit - 1),
-            "draws": (draws, torch.iinfo(torch.int64).max),
-            "length": (length, torch.iinfo(torch.int64).max),
-        }
-        for name, (values, highest) in limits.items():
-            if values.min() < 0 or values.max() > highest:
-                return f"{name} must be 0 to {highest}"
-        if not (episode_return.isfinite().all() and finished.isfinite().all()):
-            return "returns must be finite"
-
-        free, slot, lanes = free.long(), slot.long(), torch.arange(self.num_envs)
-        is_snake, is_free = codes >= BODY, codes == EMPTY
-        if (codes[lanes, head] != HEAD + heading).any() or ((codes >= HEAD).sum(1) != 1).any():
-            return "head and codes differ"
-        if ((codes == FOOD).sum(1) != 1).any():
-            return "not one food"
-        if (is_snake.sum(1) - rules.start_length != score).any():
-            return "score is not what was eaten"
-        # From the tail, code by code, over every cell of the snake to the head.
-        neighbour, cell = self.neighbour.cpu(), tail
-        arrives = is_snake.sum(1) - 1
-        for step in range(int(arrives.max()) + 1):
-            if ((cell == head) != (step >= arrives)).any() or not is_snake[lanes, cell].all():
-                return "a snake in pieces"
-            before = cell
-            direction = codes[lanes, cell].long() - BODY
-            cell = torch.where(cell == head, head, neighbour[cell * 4 + direction.clamp(max=3)])
-            if ((cell == head) & (before != head) & (direction != heading)).any():
-                return "a head that looks elsewhere"
-        slot_fits = torch.where(is_free, slot < num_free[:, None], slot == cells)
-        if (is_free.sum(1) != num_free).any() or not slot_fits.all():
-            return "num_free or slots are not those of the free cells"
-        if (free.gather(1, slot) != torch.arange(cells))[is_free].any():
-            return "free cells that are not free"
-        return None
-
-    def reset(self) -> torch.Tensor:
-        """Start a new game in every lane."""
-        self._start(self.lanes, torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
-        return self.codes.view(-1, *self.rules.board)
-
-    def step(self, action: torch.Tensor):
-        rules, codes, slot = self.rules, self.codes.view(-1), self.slot.view(-1)
-        heading = torch.where(action ^ 2 == self.heading, self.heading, action) if rules.reversal_guard else action
-        cell = self.neighbour[self.head * 4 + heading]
-        found = codes[self.base + cell]
-        eats, dead = found == FOOD, found > FOOD
-        if not rules.solid_tail:
-            dead &= (cell != self.tail) | (cell == self.head)
-        moves = ~(eats | dead)
-        cell = torch.where(dead, self.head, cell)  # a deadly move is not carried out
-        heading = torch.where(dead, self.heading, heading)
-
-        # The body grows behind the head, the tail leaves, the head arrives: in this order, as they may be one cell.
-        codes[self.base + self.head] = (heading + BODY).byte()
-        tail_at, cell_at = self.base + self.tail, self.base + cell
-        toward = codes[tail_at]
-        codes[tail_at] = toward * ~moves
-        codes[cell_at] = (heading + HEAD).byte()
-        place = slot[cell_at]
-        self.free.view(-1)[self.free_base + place] = self.tail.short()
-        slot[tail_at] = place
-        slot[cell_at] = self.no_slot
-        self.tail.copy_(torch.where(moves, self.neighbour[self.tail * 4 + toward.long() - BODY], self.tail))
-        self.head.copy_(cell)
-        self.heading.copy_(heading)
-
-        self.score += eats
-        self.length += 1
-        self.clock += 1
-        if rules.hunger:
-            self.clock *= ~eats
-        won = eats & (self.num_free == 0)
-        terminated = dead | won
-        truncated = (self.clock >= rules.limit) & ~terminated
-        reward = eats * (rules.food_reward - rules.step_reward) + dead * (rules.death_reward - rules.step_reward)
-        reward += rules.step_reward
-        self.episode_return += reward
-        self._place_food(*self._select(eats & ~won))
-
-        self.final_codes.copy_(self.codes)
-        info = {
-            "final_obs": self.final_codes.view(-1, *rules.board),
-            "score": self.score.clone(),
-            "length": self.length.clone(),
-            "return": self.episode_return.clone(),
-            "won": won,
-        }
-        done = terminated | truncated
-        self.finished += torch.stack([done, self.score * done, self.length * done, self.episode_return * done]).sum(1)
-        self._start(*self._select(done))
-        return self.codes.view(-1, *rules.board), reward, terminated, truncated, info
-
-    def _select(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lanes to work on and which of them count: on CPU only those that need it, on CUDA all (fixed shapes)."""
-        if self.fixed_shapes:
-            return self.lanes, mask
-        lanes = mask.nonzero().squeeze(1)
-        return lanes, mask[lanes]
-
-    def _draw(self, lanes: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        self.draws[lanes] += mask
-        return _hash(self.key[lanes] + self.draws[lanes])
-
-    def _place_food(self, lanes: torch.Tensor, mask: torch.Tensor) -> None:
-        """Food takes a free cell out of the list; the last of the list fills the gap."""
-        codes, free, slot = self.codes.view(-1), self.free.view(-1), self.slot.view(-1)
-        base, free_base = self.base[lanes], self.free_base[lanes]
-        num_free, head = self.num_free[lanes], self.head[lanes]
-        pick = self._draw(lanes, mask) % num_free.clamp(min=1)
-        # Where the mask is off, the head stands in for both cells: it is not free, and what is written there is so too.
-        cell = torch.where(mask, free[free_base + pick], head)
-        last = torch.where(mask, free[free_base + (num_free - 1).clamp(min=0)], head)
-        pick = torch.where(mask, pick, self.rules.cells)
-        free[free_base + pick] = last.short()
-        slot[base + last] = pick.short()
-        slot[base + cell] = self.no_slot
-        codes[base + cell] = torch.where(mask, FOOD, codes[base + cell])
-        self.num_free[lanes] -= mask.long()
-
-    def _start(self, lanes: torch.Tensor, mask: torch.Tensor) -> None:
-        """Copy a new game into the lanes that count, and its first food."""
-        start = self._draw(lanes, mask) % len(self.start_head)
-        for state, new in (
-            (self.codes, self.start_codes[start]),
-            (self.free, self.start_free[start]),
-            (self.slot, self.start_slot[start]),
-        ):
-            state[lanes] = torch.where(mask[:, None], new, state[lanes])
-        head = self.start_head[start]
-        for state, new in (
-            (self.head, head),
-            (self.tail, head - self.rules.start_length + 1),
-            (self.heading, 1),
-            (self.num_free, self.rules.cells - self.rules.start_length),
-            (self.clock, 0),
-            (self.length, 0),
-            (self.score, 0),
-            (self.episode_return, 0.0),
-        ):
-            state[lanes] = torch.where(mask, new, state[lanes])
-        self._place_food(lanes, mask)
-
-
-class SnakeVectorEnv(VectorEnv):
-    """`SnakeBatch` for users of Gymnasium's vector API: NumPy in, NumPy out, finished games restart in the same step.
-
-    `reset(seed=s)` starts the lanes' streams of seed s: lane i plays what `SnakeEnv(lane=i)` plays with that seed.
-    A list of seeds is one for each lane: lane i then plays what a `SnakeEnv()` of its own, as `SyncVectorEnv` would
-    have it, plays with seed i of the list, and goes on with its stream where that is None. `info` is what
-    `SyncVectorEnv` makes of the rule book's. Actions other than (num_envs,) whole numbers 0 to 3 raise ValueError.
-    """
-
-    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
-
-    def __init__(self, num_envs: int = 1, render_mode: str | None = None, **rules: Any) -> None:
-        self.num_envs, self.render_mode = num_envs, render_mode
-        self.rules = Rules(**rules)
-        self.single_observation_space = self.rules.observation_space
-        self.single_action_space = gym.spaces.Discrete(4)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.kwargs, self.batch = rules, None
-
-    def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None
-    ) -> tuple[np.ndarray, dict]:
-        seeds = None
-        if np.ndim(seed) > 0:  # one for each lane
-            seeds, seed = seed, None
-            if len(seeds) != self.num_envs:
-                raise ValueError(f"{len(seeds)} seeds for {self.num_envs} games: must be as many, or one for all")
-        super().reset(seed=seed)
-        if seed is None and self.batch is None:
-            seed = int(self.np_random.integers(2**32))
-        if seed is not None:
-            self.batch = SnakeBatch(self.num_envs, seed=seed, **self.kwargs)
-        if seeds is not None:
-            for lane, lane_seed in enumerate(seeds):
-                if lane_seed is not None:
-                    self.batch.key[lane] = _lane_key(lane_seed, 0)
-                    self.batch.draws[lane] = 0
-        obs = self.rules.observe(self.batch.reset().numpy())
-        score, won = np.zeros(self.num_envs, int), np.zeros(self.num_envs, bool)
-        return obs, self._info(score, won, np.ones(self.num_envs, bool))
-
-    def step(self, actions: np.ndarray):
-        actions = np.asarray(actions)
-        if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
-            raise ValueError(f"actions {actions}: must be {self.num_envs} whole numbers")
-        if actions.min() < 0 or actions.max() > 3:
-            raise ValueError(f"actions {actions}: must be 0, 1, 2 or 3 each")
-        obs, reward, terminated, truncated, info = self.batch.step(torch.as_tensor(actions, dtype=torch.int64))
-        done = (terminated | truncated).numpy()
-        score, won = info["score"].numpy(), info["won"].numpy()
-        # A game that has ended shows its last info beside its last observation; what is left is of the new game.
-        infos = self._info(np.where(done, 0, score), won & ~done, np.ones(self.num_envs, bool))
-        if done.any():
-            final = np.full(self.num_envs, None, object)
-            final_obs = self.rules.observe(info["final_obs"].numpy())
-            for lane in done.nonzero()[0]:
-                final[lane] = final_obs[lane]
-            infos["final_obs"] = final
-            infos["_final_obs"] = done
-            infos["final_info"] = self._info(np.where(done, score, 0), won & done, done)
-            infos["_final_info"] = done
-        obs = self.rules.observe(obs.numpy())
-        return obs, reward.double().numpy(), terminated.numpy(), truncated.numpy(), infos
-
-    def _info(self, score: np.ndarray, won: np.ndarray, mask: np.ndarray) -> dict:
-        """What `SnakeEnv` has in its info, and of which lanes."""
-        return {"score": score, "_score": mask, "won": won, "_won": mask.copy()}

@@ -24,7 +24,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import dqn_snake
 from dqn_snake import Args, QNetwork, ReplayBuffer, fill_defaults, linear_schedule, main, td_target
-from envs.snake import BODY, FOOD, HEAD, MOVES, SnakeBatch
+from envs.snake import BODY, FOOD, HEAD, MOVES
+from envs.snake_batch import SnakeBatch
 from envs.snake_view import EgocentricView
 
 CPU = torch.device("cpu")

@@ -715,7 +715,7 @@ BROKEN = {  # what is put where
     "food on the snake": ("envs:0:food", 21),
     "free cells are a word": ("envs:0:free", "all"),
     "what is seen is not the game": ("obs", torch.zeros(1, 6, 6, dtype=torch.uint8)),
-    "the replay's row": ("replay:row", 10**6),
+    "the replay's position": ("replay:position", 10**6),
     "the replay is fuller than it is": ("replay:held", 10**6),
     "an action that is none": ("replay:action", torch.full((2000,), 4)),
     "a replay of another size": ("replay:action", torch.zeros(1999, dtype=torch.int64)),

@@ -14,7 +14,8 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import envs  # noqa: F401  registers the ids
-from envs.snake import BODY, EMPTY, FOOD, HEAD, MOVES, VARIANTS, Rules, SnakeBatch, SnakeEnv, SnakeVectorEnv
+from envs.snake import BODY, EMPTY, FOOD, HEAD, MOVES, VARIANTS, Rules, SnakeEnv
+from envs.snake_batch import SnakeBatch, SnakeVectorEnv
 
 SETTINGS = {
     **VARIANTS,
@@ -647,8 +648,8 @@ def test_nothing_that_only_unix_has_is_needed() -> None:
     """Hidden after the packages have been imported, which may have ways of their own around it."""
     program = "import sys, gymnasium, gymnasium.vector, numpy, torch\n"
     program += f"for name in {UNIX_ONLY}:\n    sys.modules[name] = None\n"
-    program += "import envs, envs.snake, envs.metta\n"
-    program += "envs.snake.SnakeBatch(2).reset(), envs.metta.MettaBatch(1).reset()"
+    program += "import envs, envs.snake_batch, envs.metta\n"
+    program += "envs.snake_batch.SnakeBatch(2).reset(), envs.metta.MettaBatch(1).reset()"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
     for path in (Path(__file__).parent.parent / "envs").glob("*.py"):
         imported = {
