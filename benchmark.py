@@ -68,12 +68,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import dqn_mario_async
 import dqn_snake
 import ppo_metta
-from envs import mario
-from envs.mario import UNSEEN_LEVELS, MarioBatch, MarioEnv, MarioGame, MarioVectorEnv
+from envs import mario, mario_levels
+from envs.mario import UNSEEN_LEVELS, MarioGame
+from envs.mario_batch import MarioBatch, MarioEnv, MarioVectorEnv
 from envs.metta import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE, MettaArena, MettaVectorEnv, Rules, Thing
 from envs.smb import NesGame, SuperMarioBrosBatch
 from envs.snake import SnakeEnv
 from envs.snake_batch import SnakeBatch, SnakeVectorEnv
+from envs.streams import Stream
 
 ROOT = Path(__file__).parent
 PLAIN = {"OPTIMAL_BATCH_SIZE": "32", "USE_TORCH_COMPILE": "false", "USE_FLASH_ATTENTION": "false", "USE_BF16": "false"}
@@ -1744,9 +1746,9 @@ def mario_jumper(game: MarioGame) -> int:
         if game.vy > 0 and game.vx > 8 and any(160 < distance < 900 for distance in walkers):
             return 6
         return 4 if game.held and game.vy < 0 else 3
-    danger = any(ahead(tiles, mario.GROUND) == mario.ABYSS for tiles in (0, 0.5))
-    danger |= any(ahead(tiles, feet) >= mario.SOLID for tiles in (0, 1, 2))
-    danger |= feet == mario.GROUND - 1 and any(distance < 660 for distance in walkers)
+    danger = any(ahead(tiles, mario_levels.GROUND) == mario_levels.ABYSS for tiles in (0, 0.5))
+    danger |= any(ahead(tiles, feet) >= mario_levels.SOLID for tiles in (0, 1, 2))
+    danger |= feet == mario_levels.GROUND - 1 and any(distance < 660 for distance in walkers)
     return 4 if danger and not game.held else 3
 
 
@@ -1783,7 +1785,7 @@ def bare_rate(seconds: float, refresh: bool) -> float:
 
     `refresh`: also the emulator library's own refresh of the whole RAM, by which one would usually get those bytes.
     """
-    game, out, draw = NesGame(noop_max=0), np.zeros((84, 84), np.uint8), mario.Stream(1, 0)
+    game, out, draw = NesGame(noop_max=0), np.zeros((84, 84), np.uint8), Stream(1, 0)
     game.start(draw)
 
     def step() -> None:
@@ -1974,7 +1976,7 @@ def sb3_mario_agent(name: str, threads: int, seed: int, explored: int, device: s
         policy = {"features_extractor_class": MarioView, "net_arch": [], "normalize_images": False}
     explores = {"exploration_fraction": explored / FOREVER} if algorithm == "DQN" else {}
     rules = dqn_mario_async.settings_of(dqn_mario_async.Args(), mario.TRAIN_LEVELS)
-    games = DummyVecEnv([lambda: mario.MarioEnv(**rules)] * num_envs)
+    games = DummyVecEnv([lambda: MarioEnv(**rules)] * num_envs)
     learns = getattr(stable_baselines3, algorithm)
     return learns("CnnPolicy", games, policy_kwargs=policy, device=device, seed=seed, **explores, **settings)
 

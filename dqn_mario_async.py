@@ -43,7 +43,8 @@ from PIL import Image
 from torch.nn.utils import vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 
-from envs.mario import TRAIN_LEVELS, UNSEEN_LEVELS, MarioBatch, MarioEnv
+from envs.mario import TRAIN_LEVELS, UNSEEN_LEVELS
+from envs.mario_batch import MarioBatch, MarioEnv
 from envs.smb import SuperMarioBrosBatch, SuperMarioBrosEnv
 
 SCRIPT = Path(__file__).stem

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from envs.mario import DOWN, JUMP, LEFT, RIGHT, RUN, UP, MarioBatch, MarioEnv, Stream, check_timing
+from envs.mario import DOWN, JUMP, LEFT, RIGHT, RUN, UP, check_timing
+from envs.mario_batch import MarioBatch, MarioEnv
+from envs.streams import Stream
 
 BUTTONS = (RUN, 0, 0, 0, UP, DOWN, LEFT, RIGHT, JUMP)  # the core's order: B, none, SELECT, START, four ways, A
 START_BUTTON = 3

@@ -17,6 +17,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from envs.streams import integer_hash, lane_key
+
 EMPTY = 0
 FOOD = 1
 BODY = 2
@@ -119,18 +121,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         observation="onehot", food_reward=10.0, death_reward=-10.0, step_reward=-0.01,
     ),
 }  # fmt: skip
-
-
-def integer_hash(x):
-    """32-bit integer hash (xor-shift and multiply, twice); Python ints or int64 tensors, the same numbers."""
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
-    return x ^ (x >> 15)
-
-
-def lane_key(seed: int, lane):
-    """Start of the random stream of one lane; its n-th draw is `integer_hash(key + n)`."""
-    return integer_hash(integer_hash(seed & 0xFFFFFFFF) ^ integer_hash(lane + 0x9E3779B9))
 
 
 class SnakeEnv(gym.Env):

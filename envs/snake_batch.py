@@ -9,7 +9,8 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from envs.snake import BODY, EMPTY, FOOD, HEAD, MOVES, Rules, integer_hash, lane_key
+from envs.snake import BODY, EMPTY, FOOD, HEAD, MOVES, Rules
+from envs.streams import integer_hash, lane_key
 
 
 class SnakeBatch:

@@ -17,35 +17,38 @@ import envs
 from benchmark import mario_jumper
 from envs import mario
 from envs.mario import (
-    ABYSS,
     ACTIONS,
+    HEIGHT,
+    JUMP,
+    LEFT,
+    PATIENCE,
+    RIGHT,
+    RUN,
+    TRAIN_LEVELS,
+    UNSEEN_LEVELS,
+    WIDTH,
+    Episode,
+    MarioGame,
+)
+from envs.mario_batch import MarioBatch, MarioEnv
+from envs.mario_levels import (
+    ABYSS,
     BLOCK,
     COIN,
     DIFFICULTIES,
     FLAT,
     GAP,
+    GRASS,
     GROUND,
-    HEIGHT,
-    JUMP,
-    LEFT,
-    PATIENCE,
     PIPE,
-    RIGHT,
     RIM,
-    RUN,
     SKY,
     SOLID,
-    TRAIN_LEVELS,
-    UNSEEN_LEVELS,
     WALKER_WIDTH,
-    WIDTH,
-    Episode,
     Level,
-    MarioBatch,
-    MarioEnv,
-    MarioGame,
-    Stream,
+    pace,
 )
+from envs.streams import Stream
 
 FLOOR = (GROUND << 8) - HEIGHT  # y of a player on the ground
 
@@ -217,7 +220,7 @@ def test_gaps_up_to_five_are_jumped_from_a_run_up_of_two_tiles(arena, width: int
 
 def test_walkers_pace_to_and_fro(arena) -> None:
     game = arena(walkers=[(20 << 8, 512, 0)])
-    places = [mario.pace(game.level.walkers[0], clock) for clock in range(200)]
+    places = [pace(game.level.walkers[0], clock) for clock in range(200)]
     assert max(places) == (20 << 8) + 512 and min(places) == 20 << 8
     assert {abs(b - a) for a, b in zip(places, places[1:])} == {8}
     assert places[:64] == [(20 << 8) + 8 * clock for clock in range(64)] and places[128] == places[0]
@@ -272,28 +275,28 @@ def test_the_flag_ends_the_level(arena) -> None:
 
 def test_only_new_ground_is_progress() -> None:
     episode = Episode(100, 500)
-    assert episode.judge(110, False, False) == (pytest.approx(0.1), False, False)
-    assert episode.judge(90, False, False) == (0, False, False)
-    assert episode.judge(112, False, False) == (pytest.approx(0.02), False, False)
+    assert episode.step(110, False, False) == (pytest.approx(0.1), False, False)
+    assert episode.step(90, False, False) == (0, False, False)
+    assert episode.step(112, False, False) == (pytest.approx(0.02), False, False)
     assert (episode.best - episode.start, episode.length, episode.total) == (12, 3, pytest.approx(0.12))
 
 
 def test_each_end_has_its_reward() -> None:
-    assert Episode(0, 500).judge(0, True, False) == (-1, True, False)
-    assert Episode(0, 500).judge(5, False, True) == (pytest.approx(2.05), True, False)
+    assert Episode(0, 500).step(0, True, False) == (-1, True, False)
+    assert Episode(0, 500).step(5, False, True) == (pytest.approx(2.05), True, False)
     episode = Episode(0, 500)
-    steps = [episode.judge(0, False, False) for _ in range(PATIENCE)]
+    steps = [episode.step(0, False, False) for _ in range(PATIENCE)]
     assert steps[:-1] == [(0, False, False)] * 39 and steps[-1] == (-0.5, False, True)
     episode = Episode(0, 3)
-    assert [episode.judge(x, False, False)[1:] for x in (1, 2, 3)] == [(False, False), (False, False), (False, True)]
-    assert Episode(0, 1).judge(1, True, False)[1:] == (True, False)  # a death in the last step is a death
+    assert [episode.step(x, False, False)[1:] for x in (1, 2, 3)] == [(False, False), (False, False), (False, True)]
+    assert Episode(0, 1).step(1, True, False)[1:] == (True, False)  # a death in the last step is a death
 
 
 def test_patience_starts_again_with_new_ground() -> None:
     episode = Episode(0, 500)
-    ends = [episode.judge(step // 30, False, False)[2] for step in range(300)]
+    ends = [episode.step(step // 30, False, False)[2] for step in range(300)]
     assert not any(ends)
-    assert [episode.judge(0, False, False)[2] for _ in range(11)] == [False] * 10 + [True]
+    assert [episode.step(0, False, False)[2] for _ in range(11)] == [False] * 10 + [True]
 
 
 def test_rewards_reach_the_batch(arena) -> None:
@@ -503,7 +506,7 @@ def test_obstacles_are_within_reach_of_a_jump(difficulty: int) -> None:
         assert (columns[:6] == np.frombuffer(FLAT, np.uint8)).all()
         for left, span, _ in level.walkers:
             ground = columns[left >> 8 : (left + span + WALKER_WIDTH >> 8)]
-            assert (ground[:, GROUND] == mario.GRASS).all() and (ground[:, GROUND - 1] < SOLID).all()
+            assert (ground[:, GROUND] == GRASS).all() and (ground[:, GROUND - 1] < SOLID).all()
 
 
 def flags(choose, actions: int = 7, games: int = 200, **settings) -> float:

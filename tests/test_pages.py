@@ -20,7 +20,7 @@ import dqn_mario_async
 import dqn_snake
 import ppo_metta
 from benchmark import Options
-from envs.mario import Stream
+from envs.streams import Stream
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).parent.parent
 

@@ -14,8 +14,9 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from envs import smb
-from envs.mario import ACTIONS, PATIENCE, RIGHT, Stream
+from envs.mario import ACTIONS, PATIENCE, RIGHT
 from envs.smb import PRESSED, NesGame, SuperMarioBrosBatch, SuperMarioBrosEnv, area_weights, find_rom
+from envs.streams import Stream
 
 ROOT = Path(__file__).parent.parent
 INSTALLED = all(importlib.util.find_spec(name) for name in ("stable_retro", "gym_super_mario_bros"))

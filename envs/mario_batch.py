@@ -1,0 +1,241 @@
+"""Many games of the side-scroller at once in NumPy, one as a Gymnasium environment, and many as a Gymnasium vector."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from envs.mario import ACTIONS, Episode, MarioGame
+from envs.streams import Stream
+
+
+class MarioBatch:
+    """`num_envs` games at once, all arrays NumPy; lane i of a seed plays the same game whatever the others do.
+
+    `reset() -> obs` and `step(action) -> (obs, reward, terminated, truncated, info)`: `action` (N,) integers, `obs`
+    (N, stack, size, size) uint8 with the newest frame last (`obs[:, -1]` is what a replay has to store), `reward`
+    (N,) float32, the two ends (N,) bool. A finished game starts anew in the same step, its stack filled with its first
+    frame; `info["final_obs"]` is what each game looked like before that, and `info` also holds `distance` (pixels),
+    `flag`, `score`, `length` and `return` as of then, each (N,). Both observations are the environment's own buffers,
+    overwritten by the next step. `actions` is 12 (all), 7 (simple) or 5 (only to the right); `first_lane` is the
+    number of lane 0; other keywords are those of `MarioGame`.
+    """
+
+    game_class: Any = MarioGame
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        seed: int = 0,
+        first_lane: int = 0,
+        actions: int = 7,
+        stack: int = 4,
+        max_steps: int | None = None,
+        **game: Any,
+    ) -> None:
+        self.max_steps = self.game_class.max_steps if max_steps is None else max_steps
+        if num_envs < 1:
+            raise ValueError(f"num_envs {num_envs}: must be at least 1")
+        if actions not in (5, 7, 12):
+            raise ValueError(f"actions {actions}: must be 5, 7 or 12")
+        if stack < 1:
+            raise ValueError(f"stack {stack}: must be at least 1")
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps {max_steps}: must be at least 1")
+        self.num_envs = num_envs
+        self.num_actions = actions
+        self.games = [self.game_class(**game) for _ in range(num_envs)]
+        self.streams = [Stream(seed, first_lane + lane) for lane in range(num_envs)]
+        self.episodes = [Episode(0, self.max_steps) for _ in range(num_envs)]
+        size = self.games[0].size
+        self.obs = np.zeros((num_envs, stack, size, size), np.uint8)
+        self.final_obs = np.zeros_like(self.obs)
+        self.reward = np.zeros(num_envs, np.float32)
+        self.terminated = np.zeros(num_envs, bool)
+        self.truncated = np.zeros(num_envs, bool)
+        self.statistics = {
+            "distance": np.zeros(num_envs, np.int64),
+            "flag": np.zeros(num_envs, bool),
+            "score": np.zeros(num_envs, np.int64),
+            "length": np.zeros(num_envs, np.int64),
+            "return": np.zeros(num_envs, np.float32),
+        }
+        # Games finished since the caller last zeroed this, and the sums of the five statistics over them.
+        self.finished = np.zeros(6)
+
+    def reset(self) -> np.ndarray:
+        """Start a new game in every lane."""
+        for lane in range(self.num_envs):
+            self.start(lane)
+        return self.obs
+
+    def start(self, lane: int) -> None:
+        """Start a new game in one lane."""
+        game = self.games[lane]
+        game.start(self.streams[lane])
+        self.episodes[lane] = Episode(game.where(), self.max_steps)
+        game.picture(self.obs[lane, 0])
+        self.obs[lane, 1:] = self.obs[lane, 0]
+
+    def step(self, action: np.ndarray):
+        terminated, truncated = self.play(action)
+        self.obs[:] = self.final_obs
+        for lane in (terminated | truncated).nonzero()[0]:
+            self.start(lane)
+        info = {name: values.copy() for name, values in self.statistics.items()}
+        info["final_obs"] = self.final_obs
+        return self.obs, self.reward.copy(), terminated.copy(), truncated.copy(), info
+
+    def play(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A step without the new starts: what it looks like is in `final_obs`."""
+        self.final_obs[:, :-1] = self.obs[:, 1:]
+        distance, flag, score, length, total = self.statistics.values()
+        for lane, choice in enumerate(action.tolist()):
+            game = self.games[lane]
+            episode = self.episodes[lane]
+            game.play(ACTIONS[choice])
+            reward, terminated, truncated = episode.step(game.where(), game.dead, game.flag)
+            self.reward[lane] = reward
+            self.terminated[lane] = terminated
+            self.truncated[lane] = truncated
+            game.picture(self.final_obs[lane, -1])
+            distance[lane] = episode.best - episode.start
+            flag[lane] = episode.flag
+            score[lane] = game.score
+            length[lane] = episode.length
+            total[lane] = episode.total
+            if terminated or truncated:
+                self.finished += [1, *(values[lane] for values in self.statistics.values())]
+        return self.terminated, self.truncated
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the games are, as tensors and plain values; the tensors share memory with the environment."""
+        lanes = [
+            {
+                "game": game.state(),
+                "stream": [stream.key, stream.draws],
+                "episode": {name: getattr(episode, name) for name in Episode.__slots__},
+            }
+            for game, stream, episode in zip(self.games, self.streams, self.episodes)
+        ]
+        return {"lanes": lanes, "obs": torch.from_numpy(self.obs), "finished": torch.from_numpy(self.finished)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.obs[:] = saved["obs"].numpy()
+        self.finished[:] = saved["finished"].numpy()
+        for game, stream, episode, lane in zip(self.games, self.streams, self.episodes, saved["lanes"]):
+            game.restore(lane["game"])
+            stream.key, stream.draws = lane["stream"]
+            for name, value in lane["episode"].items():
+                setattr(episode, name, value)
+
+
+class MarioEnv(gym.Env):
+    """One lane of the engine as a Gymnasium environment; keywords as `MarioBatch` has them.
+
+    Observation: (stack, size, size) uint8. `info` holds `distance`, `flag`, `score`, `length` and `return`.
+    """
+
+    metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 15}
+    batch_class = MarioBatch
+
+    def __init__(self, render_mode: str | None = None, lane: int = 0, **settings: Any) -> None:
+        self.render_mode = render_mode
+        self.lane = lane
+        self.batch = self.batch_class(1, first_lane=lane, **settings)
+        self.seeded = False
+        self.observation_space = gym.spaces.Box(0, 255, self.batch.obs.shape[1:], np.uint8)
+        self.action_space = gym.spaces.Discrete(self.batch.num_actions)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        if seed is not None or not self.seeded:
+            seed = int(self.np_random.integers(2**32)) if seed is None else seed
+            self.batch.streams = [Stream(seed, self.lane)]
+            self.seeded = True
+        obs = self.batch.reset()[0].copy()
+        return obs, {"distance": 0, "flag": False, "score": 0, "length": 0, "return": 0.0}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        batch = self.batch
+        if not self.action_space.contains(action):
+            raise ValueError(f"action {action}: must be a whole number from 0 to {batch.num_actions - 1}")
+        (terminated,), (truncated,) = batch.play(np.array([action]))
+        batch.obs[:] = batch.final_obs
+        info = {name: values[0].item() for name, values in batch.statistics.items()}
+        return batch.obs[0].copy(), float(batch.reward[0]), bool(terminated), bool(truncated), info
+
+    def render(self) -> np.ndarray | str | None:
+        if self.render_mode == "ansi":
+            return self.batch.games[0].ansi()
+        if self.render_mode == "rgb_array":
+            return self.batch.games[0].rgb()
+
+
+class MarioVectorEnv(VectorEnv):
+    """`MarioBatch` for users of Gymnasium's vector API: finished games restart in the same step.
+
+    `reset(seed=s)` starts the lanes' streams of seed s: lane i plays what `MarioEnv(lane=i)` plays with that seed.
+    A list of seeds is one for each lane: lane i then plays what a `MarioEnv()` of its own plays with seed i of the
+    list, and goes on with its stream where that is None.
+    """
+
+    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, num_envs: int = 1, render_mode: str | None = None, **settings: Any) -> None:
+        self.num_envs = num_envs
+        self.render_mode = render_mode
+        self.batch = MarioBatch(num_envs, **settings)
+        self.seeded = False
+        self.single_observation_space = gym.spaces.Box(0, 255, self.batch.obs.shape[1:], np.uint8)
+        self.single_action_space = gym.spaces.Discrete(self.batch.num_actions)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
+        lanes = range(self.num_envs)
+        same = np.ndim(seed) == 0  # one for all lanes
+        if same:
+            super().reset(seed=seed)
+            seed = [seed] * self.num_envs
+        if len(seed) != self.num_envs:
+            raise ValueError(f"{len(seed)} seeds for {self.num_envs} games: must be as many, or one for all")
+        if not self.seeded:
+            drawn = int(self.np_random.integers(2**32))
+            self.batch.streams = [Stream(drawn, lane) for lane in lanes]
+            self.seeded = True
+        for lane in lanes:
+            if seed[lane] is not None:
+                self.batch.streams[lane] = Stream(int(seed[lane]), lane if same else 0)
+        infos = {name: np.zeros_like(values) for name, values in self.batch.statistics.items()}
+        infos |= {f"_{name}": np.ones(self.num_envs, bool) for name in self.batch.statistics}
+        return self.batch.reset().copy(), infos
+
+    def step(self, actions: np.ndarray):
+        actions = np.asarray(actions)
+        last = self.batch.num_actions - 1
+        whole = actions.shape == (self.num_envs,) and actions.dtype.kind in "iu"
+        if not whole or actions.min() < 0 or actions.max() > last:
+            raise ValueError(f"actions {actions}: must be {self.num_envs} whole numbers from 0 to {last}")
+        obs, reward, terminated, truncated, info = self.batch.step(actions)
+        final_obs = info.pop("final_obs")
+        done = terminated | truncated
+        # A game that has ended shows its last info beside its last observation; what is left is of the new game.
+        infos = {name: np.where(done, np.zeros_like(values), values) for name, values in info.items()}
+        infos |= {f"_{name}": np.ones(self.num_envs, bool) for name in info}
+        if done.any():
+            final = np.full(self.num_envs, None, object)
+            for lane in done.nonzero()[0]:
+                final[lane] = final_obs[lane].copy()
+            final_info = {name: np.where(done, values, np.zeros_like(values)) for name, values in info.items()}
+            final_info |= {f"_{name}": done for name in info}
+            infos["final_obs"] = final
+            infos["_final_obs"] = done
+            infos["final_info"] = final_info
+            infos["_final_info"] = done
+        return obs.copy(), reward.astype(np.float64), terminated, truncated, infos
