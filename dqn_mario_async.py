@@ -28,7 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import count, islice, pairwise
+from itertools import count, pairwise
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -39,19 +39,18 @@ import torch.multiprocessing
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-from PIL import Image
 from torch.nn.utils import vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 
 from envs.mario import TRAIN_LEVELS, UNSEEN_LEVELS
 from envs.mario_batch import MarioBatch, MarioEnv
+from envs.playing import play, show_in_terminal, write_gif
 from envs.smb import SuperMarioBrosBatch, SuperMarioBrosEnv
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
 CHECKPOINT_VERSION = 2
 EVAL_LANES = 128  # games evaluated at once
-GIF_FRAMES = 1_000
 
 
 @dataclass
@@ -850,46 +849,40 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
     }
 
 
-@torch.no_grad()
-def play(q_network: QNetwork, args: Args, device: torch.device, render_mode: str) -> Iterator[np.ndarray | str]:
+def watch_game(q_network: QNetwork, args: Args, device: torch.device, render_mode: str) -> Iterator:
     """Frames of one greedy game."""
     game = SuperMarioBrosEnv if args.env_id == "SuperMarioBros" else MarioEnv
-    env, done = game(render_mode, **settings_of(args, UNSEEN_LEVELS)), False
-    obs, _ = env.reset(seed=EVAL_SEED)
-    yield env.render()
-    while not done:
-        action = q_network(torch.from_numpy(obs).to(device)[None]).argmax().item()
-        obs, _, terminated, truncated, _ = env.step(action)
-        done = terminated or truncated
-        yield env.render()
+    env = game(render_mode, **settings_of(args, UNSEEN_LEVELS))
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> int:
+        return q_network(torch.from_numpy(obs).to(device)[None]).argmax().item()
+
+    return play(env, policy, EVAL_SEED)
 
 
-def write_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> None:
-    frames = (Image.fromarray(frame) for frame in play(q_network, args, device, "rgb_array"))
-    more = islice(frames, GIF_FRAMES - 1)  # the real game can take 2,500, of 0.6 MiB
+def save_gif(q_network: QNetwork, args: Args, device: torch.device, folder: Path) -> None:
+    path = folder / "videos" / "mario.gif"
     try:
-        folder.mkdir(exist_ok=True)
-        next(frames).save(folder / "mario.gif", save_all=True, append_images=more, duration=67, loop=0)
-        say(str(folder / "mario.gif"))
+        write_gif(watch_game(q_network, args, device, "rgb_array"), path, milliseconds=67)
+        say(str(path))
     except OSError as error:
-        say(f"--video: {folder} cannot be written ({error})")
+        say(f"--video: {path} cannot be written ({error})")
 
 
-def show(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, float]:
-    """--evaluate: one game in the terminal (--render), or the scores of many and a GIF (--video)."""
-    path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
+def evaluate_run(q_network: QNetwork, args: Args, device: torch.device) -> dict[str, float]:
+    """--evaluate: one game in the terminal (--render), or the scores of many games and a GIF (--video)."""
+    path, checkpoint = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
     expected = {"q_network": q_network.state_dict()}
-    check_layout(f"--evaluate {args.evaluate}", saved, expected, SHAPES)
-    q_network.load_state_dict(saved["q_network"])
+    check_layout(f"--evaluate {args.evaluate}", checkpoint, expected, SHAPES)
+    q_network.load_state_dict(checkpoint["q_network"])
     if args.render:
-        for frame in play(q_network, args, device, "ansi"):
-            say(f"\033[H\033[J{frame}")
-            time.sleep(1 / MarioEnv.metadata["render_fps"])
+        show_in_terminal(watch_game(q_network, args, device, "ansi"), MarioEnv.metadata["render_fps"])
         return {}
     scores = evaluate(q_network, args, args.eval_episodes, device)
     say("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
-        write_gif(q_network, args, device, path.parent / "videos")
+        save_gif(q_network, args, device, path.parent)
     return scores
 
 
@@ -1327,7 +1320,7 @@ def main(args: Args) -> dict:
     q_network = QNetwork(args, device)
     if args.evaluate is not None:
         with interrupts.at_once():
-            return show(q_network, args, device)
+            return evaluate_run(q_network, args, device)
         return {}
 
     # --- what a run is made of ------------------------------------------------------------------------------------
@@ -1732,7 +1725,7 @@ def main(args: Args) -> dict:
             write_json(folder / "summary.json", summary)
             say("  ".join(f"{name} {value:g}" for name, value in summary.items() if name.startswith("eval")))
             if args.video:
-                write_gif(q_network, args, device, folder / "videos")
+                save_gif(q_network, args, device, folder)
             say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render{rom}")
     if interrupts:
         say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}{rom}")

@@ -37,11 +37,11 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
 from envs.metta import ACTIONS, FEATURES, MOVES, VARIANTS, VIEW, MettaArena, MettaBatch, Rules
+from envs.playing import show_in_terminal, write_gif
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
@@ -933,43 +933,42 @@ def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> d
 def play(agent: Agent, args: Args, device: torch.device, render_mode: str) -> Iterator[np.ndarray | str]:
     """Frames of one game, played by the rule book."""
     arena = MettaArena(render_mode, **rules_of(args), random_first_length=False)
-    observations, generator = arena.reset(seed=EVAL_SEED)[0], torch.Generator(device).manual_seed(EVAL_SEED)
+    observations, _ = arena.reset(seed=EVAL_SEED)
+    generator = torch.Generator(device).manual_seed(EVAL_SEED)
     state = torch.zeros(len(arena.agents), agent.state_size, device=device)
-    never = torch.zeros(1, len(arena.agents), dtype=torch.bool, device=device)
+    no_reset = torch.zeros(1, len(arena.agents), dtype=torch.bool, device=device)
     while arena.agents:
         yield arena.render()
         obs = torch.as_tensor(np.stack(list(observations.values())), device=device)
-        logits, _, state = agent(obs[None], state, never)
-        observations = arena.step(dict(zip(arena.agents, sample(logits[0], generator).tolist())))[0]
+        logits, _, state = agent(obs[None], state, no_reset)
+        actions = sample(logits[0], generator).tolist()
+        observations, *_ = arena.step(dict(zip(arena.agents, actions)))
 
 
-def write_gif(agent: Agent, args: Args, device: torch.device, folder: Path) -> None:
+def save_gif(agent: Agent, args: Args, device: torch.device, folder: Path) -> None:
     if args.env_id == "mettagrid":
-        return say("--video: the real MettaGrid is not drawn here; no GIF was written")
-    frames = (Image.fromarray(frame) for frame in play(agent, args, device, "rgb_array"))
-    more = islice(frames, GIF_FRAMES - 1)
+        say("--video: the real MettaGrid is not drawn here; no GIF was written")
+        return
+    path = folder / "videos" / "metta.gif"
     try:
-        folder.mkdir(exist_ok=True)
-        next(frames).save(folder / "metta.gif", save_all=True, append_images=more, duration=80, loop=0)
-        say(str(folder / "metta.gif"))
+        write_gif(islice(play(agent, args, device, "rgb_array"), GIF_FRAMES), path)
+        say(str(path))
     except OSError as error:
-        say(f"--video: {folder} cannot be written ({error})")
+        say(f"--video: {path} cannot be written ({error})")
 
 
-def show(agent: Agent, args: Args, device: torch.device) -> dict[str, float]:
+def evaluate_run(agent: Agent, args: Args, device: torch.device) -> dict[str, float]:
     """--evaluate: one game in the terminal (--render), or the hearts of many agents and a GIF (--video)."""
-    path, saved = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
-    check_layout(f"--evaluate {args.evaluate}", saved, {"agent": agent.state_dict()}, SHAPES)
-    agent.load_state_dict(saved["agent"])
+    path, checkpoint = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
+    check_layout(f"--evaluate {args.evaluate}", checkpoint, {"agent": agent.state_dict()}, SHAPES)
+    agent.load_state_dict(checkpoint["agent"])
     if args.render:
-        for frame in play(agent, args, device, "ansi"):
-            say(f"\033[H\033[J{frame}")
-            time.sleep(1 / MettaArena.metadata["render_fps"])
+        show_in_terminal(play(agent, args, device, "ansi"), MettaArena.metadata["render_fps"])
         return {}
     scores = evaluate(agent, args, args.eval_episodes, device)
     say("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
-        write_gif(agent, args, device, path.parent / "videos")
+        save_gif(agent, args, device, path.parent)
     return scores
 
 
@@ -1427,7 +1426,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     is_main = RANK == 0
     if args.evaluate is not None:
         with interrupts.at_once():
-            return show(agent, args, device) if is_main else {}
+            return evaluate_run(agent, args, device) if is_main else {}
         return {}
     check_memory("--num-envs", args.num_envs, game_bytes, device)
     check_sizes(args, agents * args.num_envs, example.max_steps)
@@ -1883,7 +1882,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             write_json(folder / "summary.json", summary)
             say("  ".join(f"{name} {value:g}" for name, value in summary.items() if name.startswith("eval")))
             if args.video:
-                write_gif(agent, args, device, folder / "videos")
+                save_gif(agent, args, device, folder)
             say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
     if stopped or interrupts:
         say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
