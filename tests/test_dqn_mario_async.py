@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import dqn_mario_async as script
 from dqn_mario_async import SPAWN, Args, Broadcast, QNetwork, Replay, Ring, end_epsilons, main, resolve, td_target
+from envs import playing
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
@@ -1376,8 +1377,8 @@ def test_a_gif_is_no_longer_than_it_may_be(run, monkeypatch) -> None:
             yield drawn[-1]
 
     drawn = []
-    assert script.GIF_FRAMES == 1000
-    monkeypatch.setattr(script, "GIF_FRAMES", 30)
+    assert playing.MAX_GIF_FRAMES == 1000
+    monkeypatch.setattr(playing, "MAX_GIF_FRAMES", 30)
     monkeypatch.setattr(script, "play", endless)
     _, folder = run(video=True, total_timesteps=60)
     with Image.open(folder / "videos" / "mario.gif") as gif:
