@@ -1224,7 +1224,7 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
     return path, checkpoint
 
 
-def saved_flags(saved_args: dict[str, Any]) -> list[str]:
+def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
     """The command line of a checkpoint's run, but for flags that name files or say what to do: they are the user's."""
     flags = []
     for name, value in saved_args.items():
@@ -1235,6 +1235,10 @@ def saved_flags(saved_args: dict[str, Any]) -> list[str]:
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             flags.append(f"--{flag}={value}")
+    try:
+        tyro.cli(Args, args=flags, console_outputs=False)
+    except SystemExit:
+        fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:200]})")
     return flags
 
 
@@ -1737,17 +1741,18 @@ def main(args: Args) -> dict:
 def parse_args() -> Args:
     """The command line. With --resume and --evaluate it stands on top of the flags of that run."""
     args = tyro.cli(Args, description=__doc__)
-    flag = "resume" if args.resume is not None else "evaluate"
-    name = getattr(args, flag)
+    option = "resume" if args.resume is not None else "evaluate"
+    name = getattr(args, option)
     if name is None:
         return args
-    path, checkpoint = load_checkpoint(f"--{flag}", name, args.run_dir)
+    path, checkpoint = load_checkpoint(f"--{option}", name, args.run_dir)
     saved_args = checkpoint["args"]
     if args.total_timesteps is not None or args.max_seconds is not None:  # a new limit replaces the old ones
         saved_args["total_timesteps"] = None
         saved_args["max_seconds"] = None
-    args = tyro.cli(Args, args=saved_flags(saved_args) + sys.argv[1:], description=__doc__)
-    setattr(args, flag, str(path))  # looked up once: the latest may soon be another one
+    flags = saved_flags(f"--{option} {name}", saved_args)
+    args = tyro.cli(Args, args=flags + sys.argv[1:], description=__doc__)
+    setattr(args, option, str(path))  # looked up once: the latest may soon be another one
     return args
 
 

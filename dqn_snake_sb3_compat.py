@@ -1204,7 +1204,7 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
     return path, checkpoint
 
 
-def saved_flags(saved_args: dict[str, Any]) -> list[str]:
+def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
     """The command line of a checkpoint's run, but for flags that name files or say what to do: they are the user's."""
     flags = []
     for name, value in saved_args.items():
@@ -1215,6 +1215,10 @@ def saved_flags(saved_args: dict[str, Any]) -> list[str]:
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             flags.append(f"--{flag}={value}")
+    try:
+        tyro.cli(Args, args=flags, console_outputs=False)
+    except SystemExit:
+        fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:200]})")
     return flags
 
 
@@ -1742,21 +1746,22 @@ def parse_args() -> tuple[Args, dict[str, str]]:
     """
     values, sources = settings()
     args = tyro.cli(Args, default=Args(**values), description=__doc__)
-    flag = "resume" if args.resume is not None else "evaluate"
-    name = getattr(args, flag)
+    option = "resume" if args.resume is not None else "evaluate"
+    name = getattr(args, option)
     if name is not None:
-        path, checkpoint = load_checkpoint(f"--{flag}", name, args.run_dir)
+        path, checkpoint = load_checkpoint(f"--{option}", name, args.run_dir)
         saved_args = checkpoint["args"]
         env_id = str(saved_args["env_id"])
         if ":" in env_id and args.env_id == Args.env_id:
             works = f"with --env-id {env_id} on the command line it does"
-            fail(f"--{flag} {name}: does not choose by itself which module to import; {works}")
+            fail(f"--{option} {name}: does not choose by itself which module to import; {works}")
         limits = ["total_timesteps", "episodes", "max_seconds"]
         if any(getattr(args, limit) is not None for limit in limits):  # a new limit replaces the old ones
             saved_args |= dict.fromkeys(limits)
         sources = {setting: name for setting in SETTINGS.values() if saved_args[setting] != getattr(Args, setting)}
-        args = tyro.cli(Args, args=saved_flags(saved_args) + sys.argv[1:], description=__doc__)
-        setattr(args, flag, str(path))  # looked up once: the latest may soon be another one
+        flags = saved_flags(f"--{option} {name}", saved_args)
+        args = tyro.cli(Args, args=flags + sys.argv[1:], description=__doc__)
+        setattr(args, option, str(path))  # looked up once: the latest may soon be another one
     elif args.import_sb3 is not None:
         values = read_sb3(args.import_sb3)[0] | values
         if "batch_size" not in sources:

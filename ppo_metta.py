@@ -1310,7 +1310,7 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
     return path, checkpoint
 
 
-def saved_flags(saved_args: dict[str, Any]) -> list[str]:
+def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
     """The command line of a checkpoint's run, but for flags that name files or say what to do: they are the user's."""
     flags = []
     for name, value in saved_args.items():
@@ -1321,6 +1321,10 @@ def saved_flags(saved_args: dict[str, Any]) -> list[str]:
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             flags.append(f"--{flag}={value}")
+    try:
+        tyro.cli(Args, args=flags, console_outputs=False)
+    except SystemExit:
+        fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:200]})")
     return flags
 
 
@@ -1899,22 +1903,23 @@ def parse_args(command_line: list[str] | None = None) -> Args:
     first_look.add_argument("--preset", nargs="?")
     preset = first_look.parse_known_args(command_line)[0].preset
     args = tyro.cli(Args, args=command_line, default=PRESETS.get(preset, Args()), description=__doc__)
-    flag = "resume" if args.resume is not None else "evaluate"
-    name = getattr(args, flag)
+    option = "resume" if args.resume is not None else "evaluate"
+    name = getattr(args, option)
     if name is None:
         return args
-    path, saved = load_checkpoint(f"--{flag}", name, args.run_dir)
+    path, saved = load_checkpoint(f"--{option}", name, args.run_dir)
     saved_args = saved["args"]
     if args.total_timesteps is not None or args.max_seconds is not None:  # a new limit replaces the old ones
         saved_args["total_timesteps"] = None
         saved_args["max_seconds"] = None
-    args = tyro.cli(Args, args=saved_flags(saved_args) + command_line, description=__doc__)
+    flags = saved_flags(f"--{option} {name}", saved_args)
+    args = tyro.cli(Args, args=flags + command_line, description=__doc__)
     if args.preset != saved_args["preset"]:
-        fail(f"--preset {args.preset}: --{flag} takes the flags of that run, of --preset {saved_args['preset']}")
+        fail(f"--preset {args.preset}: --{option} takes the flags of that run, of --preset {saved_args['preset']}")
     config = saved_args["env_config"]
     if config is not None and args.env_config is None:
-        fail(f"--{flag} {name}: played --env-config {config}; a checkpoint does not choose code: give this flag too")
-    setattr(args, flag, str(path))  # looked up once: the latest may soon be another one
+        fail(f"--{option} {name}: played --env-config {config}; a checkpoint does not choose code: give this flag too")
+    setattr(args, option, str(path))  # looked up once: the latest may soon be another one
     return args
 
 

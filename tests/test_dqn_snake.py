@@ -983,7 +983,7 @@ def test_malformed_checkpoints_are_refused_before_anything_changes(whole, tmp_pa
 
 @pytest.mark.parametrize("name, value", [
     ("num_envs", "many"), ("num_envs", None), ("gamma", [1]), ("network", "none"), ("network", True), ("bf16", 1),
-    ("board", 6), ("more", 1), (7, 1),
+    ("more", 1), (7, 1),
 ])  # fmt: skip
 @pytest.mark.parametrize("flag", ["resume", "evaluate"])
 def test_flags_of_a_checkpoint_are_checked(whole, tmp_path, capsys, monkeypatch, flag, name, value) -> None:
