@@ -957,6 +957,8 @@ MALFORMED = {
     "elapsed not a number": change("elapsed", math.nan),
     "args a list": change("args", [1, 2]),
     "script of another": change("script", "ppo_metta"),
+    "made by another version": change("version", 1),
+    "made before versions": remove("version"),
 }  # fmt: skip
 
 
