@@ -6,8 +6,8 @@
     python dqn_mario_async.py --evaluate latest --render  # watch the last agent play
 
 On two CPU cores the agent then reached the flag in 100 % of 100 levels it had never seen, with each of three seeds
-(45,000 updates on 32 of 6.5 million transitions). Half an hour of the real 1-1 brought it 2,163 pixels far, random play
-502; that was before a lone game explored as it does now, and has not been measured since.
+(45,000 updates on 32 of 6.5 million transitions). After 20 minutes of the real 1-1 it reached the flag in 60 to 77 % of
+100 games (three seeds); random play never does.
 
 To read it: `Collector` plays, `Ring` hands over what it saw, `Broadcast` brings it new weights, `Replay` is what is
 learned from, `td_target` what is learned, and the loop in `main` is when. The rest is switches and bookkeeping.
