@@ -16,11 +16,9 @@ import torch
 import tyro
 
 import benchmark
-import dqn_mario_async
 import dqn_snake
 import ppo_metta
 from benchmark import Options
-from envs.streams import Stream
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).parent.parent
 
@@ -216,123 +214,78 @@ def gain(runs: dict[str, list[dict]], switch: str, beside: str) -> float:
 def snake_figures() -> list[str]:
     """What README.md says of Snake, each phrase made of results."""
     phrases = []
-    learned = {"1 minute": "--max-seconds 60", "2 minutes": "--max-seconds 120", "10 minutes": "--max-seconds 600"}
-    learned["10 minutes, batch 8,192"] = "--max-seconds 600 --batch-size 8192 --bf16"
-    learned["10 minutes, a transformer over all cells"] = "--max-seconds 600 --network attention"
+    learned = {
+        "1 minute": "--max-seconds 60",
+        "2 minutes": "--max-seconds 120",
+        "10 minutes": "--max-seconds 600",
+    }
+    best_games = {}
     for after, flags in learned.items():
         runs = [one for one in results("learn")["runs"] if one["flags"].split(" --seed")[0] == flags]
-        assert {one["precision"] for one in runs} == {"float32"}
-        note = " (one seed)" if len(runs) == 1 else ""
-        if after == "10 minutes":
-            assert {one["eval_score_max"] for one in runs} == {97}
-            note = " (best games fill the board)"
-        rate = f"{10 * round(median(runs) / 10):,}" if median(runs) < 1000 else hundreds(median(runs))
-        phrases.append(f"| {after} | {hearts(runs):.1f}{note} | {rate} |")
-    ours = {name: statistics.median(values) for name, values in results("sb3-speed")["ratios"].items()}
-    eager = low_to_high([times for name, times in ours.items() if "compile" not in name], 1)
-    one = low_to_high([times for name, times in ours.items() if ", 1, --compile" in name], 1)
-    eight = low_to_high([times for name, times in ours.items() if ", 8, --compile" in name], 1)
-    phrases.append(f"at {eager} times its steps per second, with `--compile` at {one} times with one game and {eight} ")
-    widest = [statistics.median(list(zip(*results(name)["rates"]["SnakeBatch"]))[-1]) for name in ("env-xeon", "env")]
-    slow, fast = (f"{rate / 1e6:.1f}" for rate in widest)
-    for name in ("env-xeon", "sb3-speed", "learn"):
-        assert "2 cores of Intel(R) Xeon(R)" in results(name)["hardware"]
-    assert "AMD EPYC" in results("env")["hardware"] and results("env")["widths"][-1] == 65536
-    phrases.append(
-        f"{slow} million steps per second there, and {fast} on two cores of an AMD EPYC (65,536 games at once)"
-    )
+        assert len(runs) == 3 and {one["precision"] for one in runs} == {"float32"}
+        best_games[after] = {one["eval_score_max"] for one in runs}
+        phrases.append(f"| {after} | {hearts(runs):.1f} food")
+        if after == "2 minutes":
+            phrases.append(f"| `dqn_snake.py`, playing and learning | {hundreds(median(runs))} env steps/s |")
+    assert best_games["10 minutes"] == {97}
+    phrases.append("food of 97 |")
     assert max(best("time-to-score", f"SB3's {who}, defaults") for who in ("DQN", "PPO")) < 5
     seconds = results("time-to-score")["ends"]["SB3's PPO, defaults"]
-    phrases.append(f"to 5 food after {seconds // 60} minutes")
-    ours, defaults = (seconds_to("time-to-score", who, 10) for who in ("ours", "ours, defaults"))
-    phrases.append(f"here 10 take {low_to_high(ours)} seconds")
-    phrases.append(f"{low_to_high(defaults)} at the defaults)")
-    tuned = [seconds_to("time-to-score", f"SB3's {who}, our view and gamma", 10) for who in ("DQN", "PPO")]
-    phrases.append(f"the same discount they take {low_to_high(sum(tuned, []))},")
+    phrases.append(f"Stable-Baselines3's DQN and PPO: below 5 after {seconds // 60} minutes")
+    speeds = {name: statistics.median(values) for name, values in results("sb3-speed")["ratios"].items()}
+    one = low_to_high([times for name, times in speeds.items() if ", 1, --compile" in name], 1)
+    phrases.append(f"one game | {one} times Stable-Baselines3's DQN |")
+    widest = statistics.median(list(zip(*results("env")["rates"]["SnakeBatch"]))[-1])
+    width = results("env")["widths"][-1]
+    phrases.append(f"Snake alone, {width:,} games at once | {widest / 1e6:.1f} million env steps/s |")
     return phrases
 
 
 def machine_figures() -> list[str]:
-    """What README.md says of bf16 and of a busy machine."""
-    bf16, busy = results("bf16"), results("busy")
-    assert "AMD EPYC" in bf16["hardware"]
-
-    def times(script: str, learning: bool = True) -> str:
-        rates = []
-        for case in (f"{script} --bf16", script):
-            runs = bf16["runs"][case]
-            learned = [one["samples_per_second"] / one["train_fraction"] for one in runs]
-            rates.append(learned if learning else [one["env_steps_per_second"] for one in runs])
-        return f"{statistics.median(benchmark.ratios(*rates)):.2f}"
-
-    snake, arena, mario = (times(script) for script in ("dqn_snake.py", "ppo_metta.py", "dqn_mario_async.py"))
-    default, all_threads = (
-        hundreds(median(busy["runs"][f"dqn_snake.py, {name}, busy"])) for name in ("default", "all threads")
-    )
-    return [
-        f"`--bf16` learns from {snake} times as many transitions per second in Snake, {arena} in the arena and {mario} "
-        "in Mario",
-        f"the SB3-compatible script makes {times('dqn_snake_sb3_compat.py', learning=False)} times the steps with it",
-        f"Beside one busy process on two cores Snake makes {default} steps per second, "
-        f"where two threads would make {all_threads}",
-    ]
+    """What README.md says of bf16."""
+    runs = results("bf16")["runs"]
+    assert "AMD EPYC" in results("bf16")["hardware"]
+    rates = []
+    for case in ("dqn_snake.py --bf16", "dqn_snake.py"):
+        rates.append([one["samples_per_second"] / one["train_fraction"] for one in runs[case]])
+    return [f"bf16 units | {statistics.median(benchmark.ratios(*rates)):.2f} times the samples/s |"]
 
 
 def metta_figures() -> list[str]:
     """What README.md says of the arena."""
     phrases = []
     rows = {
-        "arena: mines, generators, altars, lasers": ("arena", ""),
-        "the same, without memory": ("arena", "--rnn none"),
-        "navigation: four mazes with altars": ("navigation", benchmark.ARENAS["navigation"]),
-        "the real MettaGrid: mines and altars": ("real", benchmark.REAL),
+        "--rnn none": ("arena", "--rnn none"),
+        "--env-id MettaNavigation-v0": ("navigation", benchmark.ARENAS["navigation"]),
+        "--env-id mettagrid": ("real", benchmark.REAL),
     }
-    for game, (table, flags) in rows.items():
-        found = results(f"metta-learn-{table}")
-        scripted = f"{found['scripted']:.1f}" if found["scripted"] else "–"
-        runs = found["runs"][flags] if isinstance(found["runs"], dict) else found["runs"]
-        assert len(runs) == 3 and ("AMD EPYC" if table == "arena" else "Intel(R) Xeon(R)") in found["hardware"]
-        rate = hundreds(median(runs))
-        phrases.append(f"| {game} | {hearts(runs):.1f} | {found['random']:.1f} | {scripted} | {rate} |")
-    xeon = results("metta-learn-arena-xeon")["runs"]
-    phrases.append(f"the arena makes {hundreds(median(xeon))} agent steps per second and {hearts(xeon):.1f} hearts")
-    peers = results("metta-peer")["runs"]
-    ours, batched, book = (hundreds(median(runs)) for runs in peers.values())
-    phrases.append(f"it makes {ours} agent steps per second; Stable-Baselines3's PPO makes {book}")
-    phrases.append(f"and {batched} with our batched arena")
-    assert results("time-to-hearts")["curves"]["SB3's PPO, defaults"][0][-1][1] == 0
-    who = "SB3's PPO, our settings", "ours, no memory", "ours"
-    theirs, none, lstm = (round(*seconds_to("time-to-hearts", name, 5)) for name in who)
-    phrases.append(
-        f"it has 5 after {theirs} seconds, `--rnn none` after {none} and the default, with memory, after {lstm}"
-    )
+    for flags, (name, key) in rows.items():
+        found = results(f"metta-learn-{name}")
+        runs = found["runs"][key] if isinstance(found["runs"], dict) else found["runs"]
+        assert len(runs) == 3
+        others = f"a scripted player {found['scripted']:.1f}, " if found["scripted"] else ""
+        others += f"random play {found['random']:.1f}"
+        phrases.append(f"| `python ppo_metta.py {flags}` | 10 minutes | {hearts(runs):.1f} hearts | {others} |")
+    ours, batched, book = (hundreds(median(runs)) for runs in results("metta-peer")["runs"].values())
+    phrases.append(f"| {ours} agent steps/s | Stable-Baselines3's PPO: {book}, and {batched} with our arena |")
     return phrases
 
 
 def mario_figures() -> list[str]:
     """What README.md says of Mario."""
-    learned, real = results("mario-learn")["runs"], results("mario-real")
-    assert {one["flags"].split(" --seed")[0] for one in learned} == {"--max-seconds 900"} and len(learned) == 3
-    assert {(one["eval_flags"], one["eval_episodes"]) for one in learned} == {(1.0, 100)}
-    flags = [100 * benchmark.first_after(one["curves"]["eval/flags"], 5) for one in learned]
-    players = results("mario-env")["players"]
-    assert players["random"][0] == players["right and run"][0] == results("mario-learn")["random"][0] == 0
-    assert max(one["producer_wait_ms_mean"] for one in results("mario-async")["runs"]["beside each other"]) == 0
-    agents = "ours", "SB3's DQN, our recipe", "SB3's DQN, defaults"
-    ours, recipe, defaults = (round(*seconds_to("time-to-distance", who, 1000)) for who in agents)
-    (episodes,) = {one["eval_episodes"] for one in real["runs"]}
-    starts = len({Stream(dqn_mario_async.EVAL_SEED, lane)(30 + 1) for lane in range(episodes)})
+    learned = results("mario-learn")
+    assert {one["flags"].split(" --seed")[0] for one in learned["runs"]} == {"--max-seconds 900"}
+    assert len(learned["runs"]) == 3
+    assert {(one["eval_flags"], one["eval_episodes"]) for one in learned["runs"]} == {(1.0, 100)}
+    assert learned["random"][0] == 0
+    real = results("mario-real")
     assert {one["flags"].split(" --eval")[0] for one in real["runs"]} == {"--env-id SuperMarioBros --max-seconds 1200"}
     assert len(real["runs"]) == 3 and real["random"][0] == 0
-    reached = [100 * one["eval_flags"] for one in real["runs"]]
+    reached = low_to_high([100 * one["eval_flags"] for one in real["runs"]])
     return [
-        "After 15 minutes on two CPU cores it reached the flag in every one of 100 levels",
-        f"(after 5 minutes in {low_to_high(flags)} %; random play and holding right never do)",
-        f"One collector beside one learner does {ratio('mario-async', 'in turn'):.2f} times the work of one thread",
-        f"1,000 pixels after {ours} seconds, Stable-Baselines3's DQN with the same network and recipe after {recipe}, "
-        f"at its defaults after {defaults} (one seed)",
-        f"20 minutes of training reach the flag in {low_to_high(reached)} % of greedy games (three seeds, {episodes} "
-        f"games each, which have {starts} different starts, those of training; random play never does)",
+        "| 15 minutes | the flag in 100 % of unseen levels | random play 0 % |",
+        f"| 20 minutes | the flag of the real 1-1 in {reached} % of games | random play 0 % |",
+        f"| {ratio('mario-async', 'in turn'):.2f} times one thread in turn |",
     ]
 
 
@@ -502,8 +455,6 @@ FIGURES = {
 SETTINGS = {  # phrases with numbers that nobody measured
     "README.md": [
         "an evaluation over 1,000 games",
-        "on the 10x10 board (97 fills it), mean of 1,000 greedy games",
-        "In the real 1-1 of Super Mario Bros",
         "returning (B, 4)",
         "PyTorch 2.13 and Python 3.11 to 3.13",
     ],
