@@ -1078,7 +1078,7 @@ REAL = "--env-id mettagrid --vec-env subproc"
 
 
 def metta_args(flags: str, device: str) -> ppo_metta.Args:
-    return ppo_metta.resolve(ppo_metta.parse(shlex.split(flags)), torch.device(device))
+    return ppo_metta.resolve(ppo_metta.parse_args(shlex.split(flags)), torch.device(device))
 
 
 def scripted_hearts(flags: str, agent_episodes: int) -> float:

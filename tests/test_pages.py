@@ -228,7 +228,7 @@ def snake_figures() -> list[str]:
         if after == "2 minutes":
             phrases.append(f"| `dqn_snake.py`, playing and learning | {hundreds(median(runs))} env steps/s |")
     assert best_games["10 minutes"] == {97}
-    phrases.append("food of 97 |")
+    phrases.append(" of 97 |")
     assert max(best("time-to-score", f"SB3's {who}, defaults") for who in ("DQN", "PPO")) < 5
     seconds = results("time-to-score")["ends"]["SB3's PPO, defaults"]
     phrases.append(f"Stable-Baselines3's DQN and PPO: below 5 after {seconds // 60} minutes")
