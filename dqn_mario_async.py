@@ -13,6 +13,7 @@ To read it: `Collector` plays, `Ring` hands over what it saw, `Broadcast` brings
 learned from, `td_target` what is learned, and the loop in `main` is when. The rest is switches and bookkeeping.
 """
 
+import io
 import json
 import math
 import os
@@ -26,7 +27,7 @@ import timeit
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from multiprocessing import resource_tracker
@@ -1236,7 +1237,8 @@ def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
         else:
             flags.append(f"--{flag}={value}")
     try:
-        tyro.cli(Args, args=flags, console_outputs=False)
+        with redirect_stderr(io.StringIO()):
+            tyro.cli(Args, args=flags)
     except SystemExit:
         fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:200]})")
     return flags

@@ -10,6 +10,7 @@ What to read: `QNetwork` is the network, `td_target` what it learns, `ReplayBuff
 at the end of `main` says when. The rest is switches and bookkeeping.
 """
 
+import io
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import timeit
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -833,7 +834,8 @@ def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
         else:
             flags.append(f"--{flag}={value}")
     try:
-        tyro.cli(Args, args=flags, console_outputs=False)
+        with redirect_stderr(io.StringIO()):
+            tyro.cli(Args, args=flags)
     except SystemExit:
         fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:200]})")
     return flags

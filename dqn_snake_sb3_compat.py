@@ -32,7 +32,7 @@ import warnings
 import zipfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count, pairwise
 from pathlib import Path
@@ -1216,7 +1216,8 @@ def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
         else:
             flags.append(f"--{flag}={value}")
     try:
-        tyro.cli(Args, args=flags, console_outputs=False)
+        with redirect_stderr(io.StringIO()):
+            tyro.cli(Args, args=flags)
     except SystemExit:
         fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:200]})")
     return flags

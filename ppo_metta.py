@@ -12,6 +12,7 @@ are what from, and `update` in `run` is how. The rest is switches and bookkeepin
 
 import argparse
 import atexit
+import io
 import json
 import math
 import os
@@ -23,7 +24,7 @@ import timeit
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, pairwise
@@ -1322,7 +1323,8 @@ def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
         else:
             flags.append(f"--{flag}={value}")
     try:
-        tyro.cli(Args, args=flags, console_outputs=False)
+        with redirect_stderr(io.StringIO()):
+            tyro.cli(Args, args=flags)
     except SystemExit:
         fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:200]})")
     return flags
