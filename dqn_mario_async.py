@@ -1270,11 +1270,7 @@ def check_layout(asked: str, checkpoint: dict[str, Any], expected: dict[str, Any
             fail(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Put the moments of a checkpoint into `optimizer`, which keeps its own options."""
-    (options,) = optimizer.param_groups
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    optimizer.param_groups[0].update(lr=options["lr"])  # the tensor that the loop writes to, not a copy
+# the tensor that the loop writes to, not a copy
 
 
 def copy_tensors(target: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -1339,6 +1335,7 @@ def main(args: Args) -> dict:
     optimizer = torch.optim.AdamW(
         weights, lr=learning_rate, weight_decay=args.weight_decay, fused=True, capturable=graphs
     )
+    init_adam(optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     generator = torch.Generator(replay.device).manual_seed(args.seed)
     beta = torch.tensor(args.beta, device=device)

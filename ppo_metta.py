@@ -1356,11 +1356,7 @@ def check_layout(asked: str, checkpoint: dict[str, Any], expected: dict[str, Any
             fail(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Put the moments of a checkpoint into `optimizer`, which keeps its own options."""
-    (options,) = optimizer.param_groups
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    optimizer.param_groups[0].update(lr=options["lr"])  # the tensor that the loop writes to, not a copy
+# the tensor that the loop writes to, not a copy
 
 
 def copy_tensors(target: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -1461,6 +1457,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     graphs = args.cudagraph and device.type == "cuda" and args.vec_env == "device" and RANKS == 1
     learning_rate = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.Adam(weights, lr=learning_rate, eps=1e-5, fused=True, capturable=graphs)
+    init_adam(optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     generator = torch.Generator(device).manual_seed(games_seed(args.seed, starts))
     b = Rollout(args, obs, agent.state_size, device)
