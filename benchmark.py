@@ -1078,7 +1078,7 @@ REAL = "--env-id mettagrid --vec-env subproc"
 
 
 def metta_args(flags: str, device: str) -> ppo_metta.Args:
-    return ppo_metta.resolve(ppo_metta.parse_args(shlex.split(flags)), torch.device(device))
+    return ppo_metta.fill_defaults(ppo_metta.parse_args(shlex.split(flags)), torch.device(device))
 
 
 def scripted_hearts(flags: str, agent_episodes: int) -> float:
@@ -1807,7 +1807,7 @@ def collector_rates(env_id: str, widths: tuple[int, ...], seconds: float) -> lis
     script, rates, cpu = dqn_mario_async, [], torch.device("cpu")
     for width in widths:
         flags = {"env_id": env_id, "envs_per_collector": width, "num_collectors": 1, "noop_max": 0}
-        args = script.resolve(script.Args(device="cpu", **flags), cpu)
+        args = script.fill_defaults(script.Args(device="cpu", **flags), cpu)
         weights = torch.cat([weight.detach().flatten() for weight in script.QNetwork(args, cpu).parameters()])
         ring, broadcast = script.Ring(args), script.Broadcast(weights)
         broadcast.progress.fill_(0.5)  # exploration is what it is in the end

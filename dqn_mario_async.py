@@ -205,7 +205,7 @@ DEFAULTS = {  # of flags that are None
 }
 
 
-def resolve(args: Args, device: torch.device) -> Args:
+def fill_defaults(args: Args, device: torch.device) -> Args:
     """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
     real = args.env_id == "SuperMarioBros"
     defaults = DEFAULTS[device.type] | {"envs_per_collector": 1 if real else 16} | DEFAULTS[args.preset]
@@ -1217,8 +1217,9 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
             raise ValueError(f"it is one of {checkpoint['script']}.py")
         if checkpoint.get("version") != CHECKPOINT_VERSION:
             raise ValueError("it was made by another version")
-        if set(checkpoint["args"]) != set(vars(Args())):
-            raise ValueError("it was made by another version, with other flags")
+        other_flags = set(checkpoint["args"]) ^ set(vars(Args()))
+        if other_flags:
+            raise ValueError(f"it was made by another version, with other flags: {other_flags}")
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
@@ -1240,7 +1241,7 @@ def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
         with redirect_stderr(io.StringIO()):
             tyro.cli(Args, args=flags)
     except SystemExit:
-        fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:200]})")
+        fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:2000]})")
     return flags
 
 
@@ -1314,7 +1315,7 @@ def main(args: Args) -> dict:
     started = time.perf_counter()
     interrupts = Interrupts()
     device = pick_device(args.device)
-    args = resolve(args, device)
+    args = fill_defaults(args, device)
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # 7 % of AdamW's first moments were denormal: 1.6 ms a step, not 0.5
     torch.manual_seed(args.seed)

@@ -814,8 +814,9 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
             raise ValueError(f"it is one of {checkpoint['script']}.py")
         if checkpoint.get("version") != CHECKPOINT_VERSION:
             raise ValueError("it was made by another version")
-        if set(checkpoint["args"]) != set(vars(Args())):
-            raise ValueError("it was made by another version, with other flags")
+        other_flags = set(checkpoint["args"]) ^ set(vars(Args()))
+        if other_flags:
+            raise ValueError(f"it was made by another version, with other flags: {other_flags}")
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
@@ -837,7 +838,7 @@ def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
         with redirect_stderr(io.StringIO()):
             tyro.cli(Args, args=flags)
     except SystemExit:
-        fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:200]})")
+        fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:2000]})")
     return flags
 
 

@@ -246,7 +246,7 @@ GAME_DEFAULTS = {  # of flags that are None
 }
 
 
-def resolve(args: Args, device: torch.device) -> Args:
+def fill_defaults(args: Args, device: torch.device) -> Args:
     """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
     defaults = {"num_envs": 128, "update_epochs": 1, "ent_coef": 0.005, "end_ent_coef": 0.001}
     if device.type == "cuda":
@@ -1303,8 +1303,9 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
             raise ValueError(f"it is one of {checkpoint['script']}.py")
         if checkpoint.get("version") != CHECKPOINT_VERSION:
             raise ValueError("it was made by another version")
-        if set(checkpoint["args"]) != set(vars(Args())):
-            raise ValueError("it was made by another version, with other flags")
+        other_flags = set(checkpoint["args"]) ^ set(vars(Args()))
+        if other_flags:
+            raise ValueError(f"it was made by another version, with other flags: {other_flags}")
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
@@ -1326,7 +1327,7 @@ def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
         with redirect_stderr(io.StringIO()):
             tyro.cli(Args, args=flags)
     except SystemExit:
-        fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:200]})")
+        fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:2000]})")
     return flags
 
 
@@ -1415,7 +1416,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     if RANKS > 1 and args.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     device = pick_device(args.device)
-    args = resolve(args, device)
+    args = fill_defaults(args, device)
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # denormal numbers were seen to cost a run two thirds of its updates/s
     torch.manual_seed(args.seed)

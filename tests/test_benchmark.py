@@ -148,7 +148,7 @@ def test_every_command_of_the_sweep_is_understood(machine, monkeypatch) -> None:
     benchmark.table_sweep(Options(fast=True), CPU)
     benchmark.table_sweep(Options(fast=True), torch.device("cuda"))
     for flags in asked:
-        script.resolve(script.tyro.cli(script.Args, args=flags.split()), CPU)
+        script.fill_defaults(script.tyro.cli(script.Args, args=flags.split()), CPU)
 
 
 @pytest.mark.parametrize(
@@ -701,7 +701,7 @@ def test_switches_are_flags_that_the_script_knows(monkeypatch) -> None:
     assert "| `--compile --max-seconds 60` | 1 (1–1) | 1.00 (1.00–1.00) | 1.00 | float32, compiled |" in text
     assert {file for file, _ in asked} == set(SCRIPTS)
     for file, flags in asked:
-        SCRIPTS[file].resolve(benchmark.tyro.cli(SCRIPTS[file].Args, args=flags.split()), CPU)
+        SCRIPTS[file].fill_defaults(benchmark.tyro.cli(SCRIPTS[file].Args, args=flags.split()), CPU)
 
 
 def test_what_would_not_fit_is_not_started(monkeypatch) -> None:

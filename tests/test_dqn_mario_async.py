@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dqn_mario_async as script
-from dqn_mario_async import SPAWN, Args, Broadcast, QNetwork, Replay, Ring, end_epsilons, main, resolve, td_target
+from dqn_mario_async import SPAWN, Args, Broadcast, QNetwork, Replay, Ring, end_epsilons, fill_defaults, main, td_target
 from envs import playing
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def shm() -> set[str]:
 
 
 def args_of(**flags) -> Args:
-    return resolve(Args(**QUICK | flags), CPU)
+    return fill_defaults(Args(**QUICK | flags), CPU)
 
 
 @pytest.fixture
@@ -1045,11 +1045,11 @@ def test_every_flag_changes_what_it_says(run, plain, flag) -> None:
 
 
 def test_presets_fill_what_was_not_said() -> None:
-    original = resolve(Args(device="cpu", preset="original"), CPU)
+    original = fill_defaults(Args(device="cpu", preset="original"), CPU)
     got = (original.batch_size, original.accumulate, original.num_collectors, original.buffer_size)
     assert got == (512, 4, 4, 50_000)
-    assert resolve(Args(device="cpu", preset="original", batch_size=64), CPU).batch_size == 64
-    ours = resolve(Args(device="cpu"), CPU)
+    assert fill_defaults(Args(device="cpu", preset="original", batch_size=64), CPU).batch_size == 64
+    ours = fill_defaults(Args(device="cpu"), CPU)
     assert ours.accumulate == 1 and 32 <= ours.batch_size <= 128 and ours.max_seconds == 900
     assert ours.num_collectors + ours.threads <= max(script.CORES, 2)
 
@@ -1354,7 +1354,7 @@ def test_flags_that_name_files_come_from_the_command_line_alone(run, monkeypatch
     monkeypatch.setattr(sys, "argv", ["dqn_mario_async.py", "--resume", str(folder)])
     args = script.parse_args()
     assert (args.rom, args.run_dir, args.wandb, args.render, args.size) == (None, "runs", False, False, 60)
-    for wrong in ({"size": "60"}, {"num_envs": 3}):
+    for wrong in ({"size": "large"}, {"num_envs": 3}):
         torch.save(saved | {"args": saved["args"] | wrong}, folder / "checkpoint.pt")
         with pytest.raises(SystemExit) as error:
             script.parse_args()

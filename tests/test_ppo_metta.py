@@ -23,7 +23,20 @@ from torch.utils.tensorboard import SummaryWriter
 
 import ppo_metta
 from envs.metta import FEATURES, MettaBatch
-from ppo_metta import PRESETS, Agent, Args, Games, Rollout, Tokens, check_sizes, gae, main, ppo_loss, resolve, sample
+from ppo_metta import (
+    PRESETS,
+    Agent,
+    Args,
+    Games,
+    Rollout,
+    Tokens,
+    check_sizes,
+    fill_defaults,
+    gae,
+    main,
+    ppo_loss,
+    sample,
+)
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -85,7 +98,7 @@ def tokens(games: int = 4, steps: int = 20) -> torch.Tensor:
 
 
 def agent_of(**flags) -> Agent:
-    args = resolve(Args(**(QUICK | flags)), CPU)
+    args = fill_defaults(Args(**(QUICK | flags)), CPU)
     torch.manual_seed(0)
     return Agent(args, Games(args, 1, CPU, 0), CPU)
 
@@ -155,7 +168,7 @@ def test_sampled_actions_follow_the_logits() -> None:
 
 
 def test_segments_index_every_step_of_every_lane_once() -> None:
-    args = resolve(Args(**(QUICK | dict(num_steps=32))), CPU)
+    args = fill_defaults(Args(**(QUICK | dict(num_steps=32))), CPU)
     b = Rollout(args, torch.zeros(5, 200, 3, dtype=torch.uint8), 4, CPU)
     lane, time = torch.arange(5).expand(32, 5), torch.arange(32)[:, None].expand(32, 5)
     index = b.index(torch.arange(4 * 5))
@@ -537,7 +550,7 @@ def test_evaluation_counts_the_first_whole_episode_of_every_agent(monkeypatch) -
 
 
 def test_whole_episodes_are_evaluated_and_half_ones_are_trained_on() -> None:
-    args = resolve(Args(**QUICK), CPU)
+    args = fill_defaults(Args(**QUICK), CPU)
     limits = [Games(args, 8, CPU, 0, evaluation=evaluation).games.limit for evaluation in (False, True)]
     assert limits[0].min() < 100 and (limits[1] == 100).all()
 
@@ -735,7 +748,7 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path) -> None:
 
 def test_every_group_of_every_worker_plays_games_of_its_own(monkeypatch) -> None:
     monkeypatch.delitem(ppo_metta.VARIANTS["MettaArena-v0"], "max_steps")
-    args = resolve(Args(**QUICK | dict(vec_env="subproc")), CPU)
+    args = fill_defaults(Args(**QUICK | dict(vec_env="subproc")), CPU)
     workers = ppo_metta.Workers(args, Games(args, 1, CPU, 0), CPU, starts=0)
     try:
         parts = workers.obs.unflatten(0, (4, 6))
@@ -768,7 +781,7 @@ def test_a_resumed_run_does_not_begin_its_streams_again(run, monkeypatch) -> Non
 
 def test_a_worker_that_fails_says_why_in_one_line(run, monkeypatch, capsys) -> None:
     pipe, child_pipe = torch.multiprocessing.Pipe()
-    args = resolve(Args(**QUICK), CPU)
+    args = fill_defaults(Args(**QUICK), CPU)
     with ppo_metta.restore_process():
         ppo_metta.work(args, 0, [1], child_pipe, [torch.zeros(1)] * 7)  # no games: that raises
     lost = object.__new__(ppo_metta.Workers)
@@ -1079,7 +1092,7 @@ METTA_SIZES = {"original": (64, 16_384, 512, 64, 1), "ultra-fast": (512, 262_144
 
 @pytest.mark.parametrize("preset", METTA_SIZES)
 def test_presets_have_mettas_sizes_and_flags_override_them(preset) -> None:
-    args = resolve(ppo_metta.parse_args(["--device", "cpu", "--preset", preset]), CPU)
+    args = fill_defaults(ppo_metta.parse_args(["--device", "cpu", "--preset", preset]), CPU)
     assert args.env_id == "MettaNavigation-v0" and args.preset == preset and args.learning_rate == 3e-4
     batch_size = args.num_envs * 4 * args.num_steps
     sizes = batch_size, batch_size // args.num_minibatches, args.bptt_horizon, args.async_factor
@@ -1090,7 +1103,7 @@ def test_presets_have_mettas_sizes_and_flags_override_them(preset) -> None:
 @pytest.mark.parametrize("game, agents, max_steps", [("MettaArena-v0", 6, 1000), ("mettagrid", 8, 256)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_work_with_any_game(preset, game, agents, max_steps) -> None:
-    args = resolve(ppo_metta.parse_args(["--device", "cpu", "--preset", preset, "--env-id", game]), CPU)
+    args = fill_defaults(ppo_metta.parse_args(["--device", "cpu", "--preset", preset, "--env-id", game]), CPU)
     check_sizes(args, agents * args.num_envs, max_steps)
 
 
@@ -1113,7 +1126,7 @@ def test_help_shows_the_defaults_of_a_preset(capsys) -> None:
 def test_workers_divide_the_games_and_leave_cores_on_any_machine(monkeypatch, cores, flags, workers, threads) -> None:
     monkeypatch.setattr(ppo_metta, "CORES", cores)
     monkeypatch.setattr(ppo_metta, "matmuls_per_second", float)  # nothing else is busy
-    args = resolve(Args(**{"device": "cpu", "vec_env": "subproc"} | flags), CPU)
+    args = fill_defaults(Args(**{"device": "cpu", "vec_env": "subproc"} | flags), CPU)
     assert (args.num_workers, args.threads) == (workers, threads)
 
 
@@ -1122,26 +1135,26 @@ def test_ranks_share_the_cores_of_a_machine(monkeypatch, flags, workers, threads
     monkeypatch.setattr(ppo_metta, "CORES", 16)
     monkeypatch.setattr(ppo_metta, "LOCAL_RANKS", 4)
     monkeypatch.setattr(ppo_metta, "matmuls_per_second", float)  # nothing else is busy
-    args = resolve(Args(device="cpu", **flags), CPU)
+    args = fill_defaults(Args(device="cpu", **flags), CPU)
     assert (args.num_workers, args.threads) == (workers, threads)
     monkeypatch.setattr(ppo_metta, "LOCAL_RANKS", 99)
-    assert resolve(Args(device="cpu"), CPU).threads == 1
+    assert fill_defaults(Args(device="cpu"), CPU).threads == 1
 
 
 def test_defaults_follow_the_game_unless_a_flag_or_preset_says_otherwise() -> None:
     games = "MettaArena-v0", "MettaNavigation-v0", "mettagrid"
-    chosen = [resolve(Args(device="cpu", env_id=game), CPU) for game in games]
+    chosen = [fill_defaults(Args(device="cpu", env_id=game), CPU) for game in games]
     assert [args.gamma for args in chosen] == [0.97, 0.95, 0.9]
     assert [args.num_envs for args in chosen] == [128, 128, 32]
     assert [args.vec_env for args in chosen] == ["device", "device", "subproc"]
     assert [args.ent_coef for args in chosen] == [0.005, 0.005, 0.001]
-    assert resolve(Args(device="cpu", env_id="mettagrid", num_envs=64), CPU).num_envs == 64
-    assert resolve(dataclasses.replace(PRESETS["original"], env_id="mettagrid"), CPU).gamma == 0.99
+    assert fill_defaults(Args(device="cpu", env_id="mettagrid", num_envs=64), CPU).num_envs == 64
+    assert fill_defaults(dataclasses.replace(PRESETS["original"], env_id="mettagrid"), CPU).gamma == 0.99
 
 
 def test_rules_reach_the_games() -> None:
-    args = resolve(Args(**(QUICK | dict(easy=False, rewards="hearts"))), CPU)
-    easy, hard = (Games(args, 1, CPU, 0).games.rules for args in (resolve(Args(device="cpu"), CPU), args))
+    args = fill_defaults(Args(**(QUICK | dict(easy=False, rewards="hearts"))), CPU)
+    easy, hard = (Games(args, 1, CPU, 0).games.rules for args in (fill_defaults(Args(device="cpu"), CPU), args))
     assert (easy.easy, easy.rewards, hard.easy, hard.rewards) == (True, "shaped", False, "hearts")
 
 
@@ -1167,7 +1180,7 @@ def test_the_real_mettagrid_learns_in_workers_and_here(run, capsys) -> None:
 @pytest.mark.games
 @REAL
 def test_episodes_of_the_real_mettagrid_are_counted_once() -> None:
-    games = Games(resolve(Args(**QUICK | {"env_id": "mettagrid"}), CPU), 2, CPU, 0)
+    games = Games(fill_defaults(Args(**QUICK | {"env_id": "mettagrid"}), CPU), 2, CPU, 0)
     returns, length, expected = torch.zeros(16), torch.zeros(16), torch.zeros(4)
     torch.manual_seed(0)
     for _ in range(600):
@@ -1424,7 +1437,7 @@ def test_bad_values_are_refused_in_one_line(flags, tmp_path, capsys) -> None:
 
 
 def test_a_preset_that_does_not_fit_in_memory_says_what_would(monkeypatch, capsys) -> None:
-    args = resolve(PRESETS["ultra-fast"], CPU)
+    args = fill_defaults(PRESETS["ultra-fast"], CPU)
     obs = torch.zeros(2048, 200, 3, dtype=torch.uint8)
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 25_600, "SC_PAGE_SIZE": 4096}.get)  # 100 MiB
     with pytest.raises(SystemExit) as error:
