@@ -1,0 +1,291 @@
+"""A run with --cudagraph ends bit for bit where one without it does: with graphs that are tapes, see tape.py."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tape import Cuda, Refused, install
+
+import dqn_mario_async
+import dqn_snake
+import dqn_snake_sb3_compat
+import envs.metta
+import envs.snake
+import ppo_metta
+
+ROOT = Path(__file__).parent.parent
+ALL = dict(device="cuda", eval_every=0, log_every=1e-9, video=False, threads=1)  # logs in every round
+SNAKE = dict(
+    board="6x6", num_envs=8, batch_size=16, buffer_size=100, learning_starts=16, total_timesteps=200, hidden_size=16,
+    exploration_fraction=1.0,
+)  # fmt: skip
+COMPAT = dict(
+    env_id="SnakeOneHot-v0", board="6x6", num_envs=2, batch_size=8, buffer_size=100, learning_starts=8,
+    total_timesteps=120, train_freq=2, target_update_interval=8, learning_rate=1e-3, lr_schedule="cosine",
+    exploration_fraction=1.0,
+)  # fmt: skip
+METTA = dict(
+    num_envs=2, size=10, agents=2, num_steps=4, num_minibatches=2, bptt_horizon=2, total_timesteps=16 * 7,
+    hidden_size=8, ent_coef=0.1,
+)  # fmt: skip
+MARIO = dict(
+    num_collectors=0, envs_per_collector=6, ring_blocks=4, size=48, channels=4, hidden_size=16, batch_size=8,
+    buffer_size=400, learning_starts=48, total_timesteps=240, replay_ratio=1.0, exploration_fraction=1.0,
+)  # fmt: skip
+SCRIPTS = {  # flags of every run, and the number of graphs
+    dqn_snake: (SNAKE, 2),
+    dqn_snake_sb3_compat: (COMPAT, 1),
+    ppo_metta: (METTA, 4),
+    dqn_mario_async: (MARIO, 1),
+}
+HALF = [{"bf16": True}, {"fp16": True}, {"tf32": True}]
+COMBINATIONS = {
+    dqn_snake: [
+        {}, *HALF, {"network": "attention"}, {"network": "attention", "bf16": True}, {"double": False},
+        {"anneal_lr": False, "tau": 1.0},
+    ],
+    dqn_snake_sb3_compat: [
+        {}, *HALF, {"gradient_steps": -1}, {"policy": "transformer"}, {"policy": "transformer", "bf16": True},
+    ],
+    ppo_metta: [
+        {}, *HALF, {"rnn": "gru"}, {"rnn": "none"}, {"rnn": "gru", "bf16": True}, {"rnn": "none", "bf16": True},
+        {"network": "box-cnn"}, {"network": "token-attention", "rnn": "none"},
+        {"network": "token-attention", "bf16": True}, {"grad_accumulation": 2}, {"prio_alpha": 0.6},
+        {"prio_alpha": 0.6, "grad_accumulation": 2, "fp16": True, "update_epochs": 2, "target_kl": 1.0},
+    ],
+    dqn_mario_async: [
+        {}, *HALF, {"accumulate": 2}, {"alpha": 0.0}, {"accumulate": 2, "bf16": True, "dueling": False, "n_step": 1},
+        {"target_network_frequency": 2, "double": False},
+    ],
+}  # fmt: skip
+EVERY_ONE = [(script, flags) for script, every in COMBINATIONS.items() for flags in every]
+TIMES = "args elapsed collected"  # parts of a checkpoint that tell of the run's name and of the clock
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch) -> None:
+    """Episodes that end during a run, and no evaluation after it."""
+    for rules in ppo_metta.VARIANTS.values():
+        monkeypatch.setitem(rules, "max_steps", 12)
+    for script in SCRIPTS:
+        monkeypatch.setattr(script, "evaluate", lambda *_: {})
+
+
+def leaves(prefix: str, value: Any) -> dict[str, Any]:
+    """The parts of nested dicts with dotted names: q_network.head.bias."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {name: leaf for key in value for name, leaf in leaves(f"{prefix}.{key}", value[key]).items()}
+
+
+def train(monkeypatch, script: ModuleType, folder: Path, **flags: Any) -> tuple[dict, dict, Cuda]:
+    """Train for a moment; gives the summary, all that is saved and logged but times, and the graphs of the run."""
+    ours, _ = next(SCRIPTS[known] for known in SCRIPTS if known.__name__ == script.__name__)
+    flags = ALL | ours | {"run_dir": str(folder), "run_name": "graphs" if flags.get("cudagraph") else "eager"} | flags
+    logged = []
+
+    def write_scalars(writer: Any, scalars: dict[str, float], step: int) -> None:
+        about = re.compile("losses/|train/|charts/(epsilon|score|episodic)|rollout/")
+        logged.append((step, {tag: repr(value) for tag, value in scalars.items() if about.match(tag)}))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "write_scalars", write_scalars)
+        cuda = install(patch, script, envs.snake, envs.metta)
+        summary = script.main(script.Args(**flags))
+    saved = torch.load(folder / flags["run_name"] / "checkpoint.pt", weights_only=True)
+    state = leaves("", {name: part for name, part in saved.items() if name not in TIMES.split()})
+    return summary, state | {f"log {number}": line for number, line in enumerate(logged)}, cuda
+
+
+def different(eager: dict[str, Any], graphs: dict[str, Any]) -> list[str]:
+    """Names of what is not the same in both, to the bit."""
+    assert eager.keys() == graphs.keys()
+    names = []
+    for name, value in eager.items():
+        if isinstance(value, torch.Tensor):
+            same = value.dtype == graphs[name].dtype and torch.equal(value, graphs[name])
+        else:
+            same = value == graphs[name]
+        if not same:
+            names.append(name)
+    return names
+
+
+@pytest.mark.parametrize("script, flags", EVERY_ONE, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_graphs_lead_where_the_loop_leads(monkeypatch, tmp_path, script, flags) -> None:
+    _, eager, cuda = train(monkeypatch, script, tmp_path, **flags)
+    assert not cuda.graphs
+    summary, graphs, cuda = train(monkeypatch, script, tmp_path, cudagraph=True, **flags)
+    assert summary["cudagraph"] and len(cuda.graphs) == SCRIPTS[script][1]
+    assert all(graph.replays >= 4 for graph in cuda.graphs)
+    precision = "bfloat16" if flags.get("bf16") else "float16" if flags.get("fp16") else "float32"
+    assert summary["precision"] == precision
+    assert not different(eager, graphs)
+
+
+# ------------------------------------------------------------------------------------------- broken on purpose
+
+
+EPSILON = "epsilon.fill_(epsilon_at(progress(), args.start_e, args.end_e, args.exploration_fraction))"
+BROKEN = {  # script, what stands there, what is put in its place, and why that is refused: None if it is captured
+    "epsilon as a float": (dqn_snake, EPSILON, EPSILON.replace("epsilon.fill_(", "epsilon = np.float64("), None),
+    "learning rate as a float": (
+        dqn_mario_async,
+        "learning_rate.fill_(args.learning_rate * 0.1 ** progress())",
+        'optimizer.param_groups[0]["lr"] = args.learning_rate * 0.1 ** progress()',
+        None,
+    ),
+    "entropy bonus as a float": (
+        ppo_metta,
+        "ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * done)",
+        "ent_coef = np.float64(args.ent_coef + (args.end_ent_coef - args.ent_coef) * done)",
+        None,
+    ),
+    "buffer bound anew": (
+        dqn_snake,
+        "self.size.add_(1).clamp_(max=self.rows)",
+        "self.size = (self.size + 1).clamp(max=self.rows)",
+        None,
+    ),
+    "memory of a tensor bound anew": (
+        dqn_snake_sb3_compat,
+        "for old, new in ((weights, moved), (exp_avg, mean), (exp_avg_sq, square)):",
+        "exp_avg.data = mean.clone()\n    for old, new in ((weights, moved), (exp_avg_sq, square)):",
+        None,
+    ),
+    "mask in the loop": (
+        dqn_snake,
+        "action = torch.where(explores, random, policy_step(obs))",
+        "action = policy_step(obs)\n        action[explores] = random[explores]",
+        "a mask as an index",
+    ),
+    "number by index": (dqn_snake, "self.gamma * ~terminated", "self.gamma", "a number from the host"),
+    "branch on a tensor": (
+        dqn_snake_sb3_compat,
+        "grad *= (args.max_grad_norm",
+        "grad *= 1 if norm < args.max_grad_norm else (args.max_grad_norm",
+        "_local_scalar_dense",
+    ),
+    "number to the host": (ppo_metta, "approx_kl.copy_(parts[3])", "approx_kl.fill_(parts.tolist()[3])", "tolist"),
+    "optimizer": (dqn_mario_async, "capturable=graphs", "capturable=False", "AdamW is not capturable"),
+    "generator": (
+        dqn_snake,
+        "replay.sample(args.batch_size, generator)",
+        "replay.sample(args.batch_size, other_generator)",
+        "a generator that is not registered",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_caught(monkeypatch, tmp_path, name) -> None:
+    script, old, new, reason = BROKEN[name]
+    source = (ROOT / f"{script.__name__}.py").read_text()
+    assert source.count(old) == 1, "the script has changed: this test has to follow"
+    path = tmp_path / f"{script.__name__}.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(script.__name__, path)
+    broken = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(broken)
+    broken.evaluate = lambda *_: {}
+    broken.other_generator = torch.Generator().manual_seed(5)
+
+    _, eager, _ = train(monkeypatch, broken, tmp_path)
+    if reason is None:
+        _, graphs, _ = train(monkeypatch, broken, tmp_path, cudagraph=True)
+        assert different(eager, graphs)
+    else:
+        with pytest.raises(Refused, match=reason):
+            train(monkeypatch, broken, tmp_path, cudagraph=True)
+
+
+# ------------------------------------------------------------------------------------------- the tape itself
+
+
+def put(x: torch.Tensor, index: Any, value: Any) -> None:
+    x[index] = value
+
+
+NOT_CAPTURED = {
+    "item": lambda x, index: x.sum().item(),
+    "bool": lambda x, index: bool(x.any()),
+    "nonzero": lambda x, index: x.nonzero(),
+    "mask": lambda x, index: x[x > 0],
+    "write by mask": lambda x, index: put(x, x > 0, x.sum()),
+    "number by index": lambda x, index: put(x, index, 3),
+    "number at a place": lambda x, index: put(x, 0, 3),
+    "data": lambda x, index: x[:2].add_(torch.tensor([1.0, 2.0], device=x.device)),
+    "array": lambda x, index: x.add_(torch.from_numpy(np.ones(4))),
+    "list": lambda x, index: x.tolist(),
+    "generator": lambda x, index: torch.rand(2, generator=torch.Generator().manual_seed(5)),
+    "synchronize": lambda x, index: torch.cuda.synchronize(),
+}
+CAPTURED = {
+    "number to a slice": lambda x, index: put(x, slice(2), 3),
+    "tensor by index": lambda x, index: put(x, index, x.sum()),
+    "number times a tensor": lambda x, index: x.mul_(3),
+    "choice": lambda x, index: x.copy_(torch.where(x > 1, 0.5, x)),
+    "default generator": lambda x, index: x.add_(torch.rand(4)),
+    "new memory": lambda x, index: x.add_(torch.empty_like(x).fill_(2)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CAPTURED)
+def test_a_capture_refuses_what_waits(monkeypatch, name) -> None:
+    cuda = install(monkeypatch, sys.modules[__name__])
+    x, index = torch.arange(4.0), torch.arange(2)
+    NOT_CAPTURED[name](x, index)
+    with pytest.raises(Refused, match=r"test_tape.py:\d+: "), cuda.graph(cuda.CUDAGraph()):
+        NOT_CAPTURED[name](x, index)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_capture_has_no_effect_and_each_replay_has_one(monkeypatch, name) -> None:
+    cuda = install(monkeypatch, sys.modules[__name__])
+    states = []
+    for with_graph in (False, True):
+        torch.manual_seed(1)
+        x, index, graph = torch.arange(4.0), torch.arange(2), cuda.CUDAGraph()
+        if with_graph:
+            with cuda.graph(graph):
+                CAPTURED[name](x, index)
+            assert x.equal(torch.arange(4.0))
+        for _ in range(3):
+            if with_graph:
+                graph.replay()
+            else:
+                CAPTURED[name](x, index)
+        states.append((x, torch.get_rng_state()))
+    assert all(map(torch.equal, *states))
+
+
+def test_a_replay_learns(monkeypatch) -> None:
+    """Backward passes, gradients that are made anew, and a step of Adam."""
+    cuda = install(monkeypatch, sys.modules[__name__])
+    weights = []
+    for with_graph in (False, True):
+        torch.manual_seed(1)
+        layer, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
+        learning_rate, graph = torch.tensor(0.1), cuda.CUDAGraph()
+        optimizer = torch.optim.Adam(layer.parameters(), lr=learning_rate, fused=True, capturable=True)
+
+        def update() -> None:
+            optimizer.zero_grad()
+            layer(x).square().mean().backward()
+            optimizer.step()
+
+        update()
+        if with_graph:
+            with cuda.graph(graph):
+                update()
+        for rate in (0.3, 0.2, 0.1):
+            learning_rate.fill_(rate)
+            graph.replay() if with_graph else update()
+        weights.append(layer.weight)
+    assert torch.equal(*weights)
