@@ -66,7 +66,7 @@ class Args:
     board: str = "10x10"
     """rows x columns, 4 to 64 each"""
     num_envs: int | None = None
-    """games played side by side (None: 128 on CPU, 4096 on CUDA)"""
+    """games played side by side (None: 128 on CPU, 16384 on CUDA)"""
 
     # Algorithm
     network: Literal["mlp", "attention"] = "mlp"
@@ -145,7 +145,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 COMMAND_LINE_ONLY = {"run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"}  # never from a checkpoint
 DEFAULTS = {  # of flags that are None
     "cpu": {"num_envs": 128, "batch_size": 256, "buffer_size": 500_000},
-    "cuda": {"num_envs": 4096, "batch_size": 8192, "buffer_size": 2_000_000},
+    "cuda": {"num_envs": 16_384, "batch_size": 8192, "buffer_size": 2_000_000},
 }
 
 
@@ -581,6 +581,9 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = (
+            tf32  # convolutions and recurrent layers have a switch of their own, on by default
+        )
         if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             say("--bf16: this GPU has no units for it; fp32 is used instead")
             return torch.float32
@@ -611,28 +614,49 @@ class Graphed:
     """`function` without arguments or result, replayed as a CUDA graph. Every call has its effect exactly once.
 
     The first three calls run it as it is, which makes what it allocates only once. It may use nothing but tensors that
-    live on, and numbers that never change.
+    live on, and numbers that never change. Where it cannot be captured, `graph` is None and it goes on as it is.
     """
 
     def __init__(self, function: Callable[[], None], generator: torch.Generator, watch: "Stopwatch") -> None:
-        self.function, self.generator, self.watch = function, generator, watch
-        self.calls, self.graph = 0, torch.cuda.CUDAGraph()
+        self.function = function
+        self.generator = generator
+        self.watch = watch
+        self.calls = 0
+        self.graph = torch.cuda.CUDAGraph()
+        self.stream = torch.cuda.Stream()
 
     def __call__(self) -> None:
         self.calls += 1
         if self.calls <= 3:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self.function()
-            torch.cuda.current_stream().wait_stream(stream)
+            self.warm_up()
             return
         if self.calls == 4:
+            self.capture()
+        if self.graph is None:
+            self.function()
+        else:
+            self.graph.replay()
+
+    def warm_up(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), warnings.catch_warnings(action="ignore"):  # Adam's: not captured yet
+            self.function()
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def capture(self) -> None:
+        try:
             self.graph.register_generator_state(self.generator)
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=self.stream):
                 self.function()
-            self.watch.mark()  # capturing counts nowhere
-        self.graph.replay()
+        except RuntimeError as error:
+            say(
+                f"--cudagraph: failed ({str(error).strip().splitlines()[0][:120]}); the loop goes on without this graph"
+            )
+            self.graph = None
+            self.generator.graphsafe_set_state(
+                self.generator.clone_state()
+            )  # the old one still takes part in a capture
+        self.watch.mark()  # capturing counts nowhere
 
 
 class Stopwatch:
@@ -698,6 +722,7 @@ def process_restored() -> Iterator[None]:
     """At the end, put back what a run sets for its whole process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    cudnn_tf32 = torch.backends.cudnn.allow_tf32
     excepthook = threading.excepthook
 
     def hook(what: Any) -> None:
@@ -713,6 +738,7 @@ def process_restored() -> Iterator[None]:
             signal.signal(number, handler)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = cudnn_tf32
         torch.set_flush_denormal(False)
 
 
@@ -996,6 +1022,8 @@ def main(args: Args) -> dict:
     threads = f"cpu, {torch.get_num_threads()} threads"
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     say(f"{folder} on {device_name} in {precision}")
+    if device.type == "cuda" and not (args.bf16 and args.cudagraph):
+        say("on CUDA --bf16 and --cudagraph should make it faster; no GPU has measured it yet")
     if not args.bf16 and device.type == "cpu" and bf16_speedup() > 1.2:
         say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
     every = f"every {args.batch_size / args.replay_ratio:g} steps (replay ratio {args.replay_ratio:g})"
@@ -1037,7 +1065,7 @@ def main(args: Args) -> dict:
             scalars |= {"losses/td_loss": loss / learns, "losses/q_values": q / learns}
         if device.type == "cuda":
             scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
-            with suppress(ImportError, RuntimeError):  # without NVML
+            with suppress(Exception):  # NVML missing, or an error of its own
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
         write_scalars(writer, scalars, global_step)
         line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
@@ -1081,7 +1109,7 @@ def main(args: Args) -> dict:
         action = torch.where(explores, random, policy_step(obs))
         before = obs.clone()
         watch.mark("act")
-        _, reward, terminated, _, info = envs.step(action)
+        _, reward, terminated, _, info = env_step(action)
         watch.mark("env")
         # 2 store
         replay.store(before, action, reward, terminated, info["final_obs"])
@@ -1095,14 +1123,19 @@ def main(args: Args) -> dict:
         nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
         scaler.step(optimizer)
         scaler.update()
+        torch._foreach_lerp_(target_weights, weights, args.tau)
         learned.add_(torch.stack([loss.detach(), q]))
 
-    # --- switches: they wrap `policy`, `loss_of`, `rollout` and `update` ------------------------------------------
-    policy_step, loss_step = policy, loss_of
+    # --- switches: they wrap `policy`, `envs.step`, `loss_of`, `rollout` and `update` -----------------------------
+    policy_step, env_step, loss_step = policy, envs.step, loss_of
     if args.compile:
         some, zeros = obs[torch.arange(args.batch_size) % args.num_envs], torch.zeros(args.batch_size, device=device)
         policy_step = compiled(policy, args.compile_mode, obs)
         loss_step = compiled(loss_of, args.compile_mode, some, zeros.to(torch.int8), zeros, zeros, some)
+        if envs.fixed_shapes:  # 240 launches a step become some tens
+            games = {name: tensor.clone() for name, tensor in envs.state_dict().items()}
+            env_step = compiled(envs.step, args.compile_mode, torch.zeros_like(envs.head))
+            envs.load_state_dict(games)  # that was a trial
     if graphs:
         rollout, update = Graphed(rollout, generator, watch), Graphed(update, generator, watch)
     elif args.cudagraph:
@@ -1129,7 +1162,6 @@ def main(args: Args) -> dict:
             update()
             owed -= args.batch_size
             updates += 1
-            torch._foreach_lerp_(target_weights, weights, args.tau)
         watch.mark("learn")
 
         # 4 log, evaluate, save
@@ -1157,7 +1189,7 @@ def main(args: Args) -> dict:
         "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
         "compiled": loss_step is not loss_of,
-        "cudagraph": graphs,
+        "cudagraph": graphs and rollout.graph is not None and update.graph is not None,
         "sdpa": sdpa,
         "env_steps": global_step,
         "wall_seconds": wall_seconds,

@@ -65,7 +65,7 @@ class Args:
     seed: int = 1
     """seed of weights, games, exploration and sampling, used where SB3 uses it"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes CUDA where there is one"""
+    """auto takes CUDA where there is one, but not for MlpPolicy"""
     total_timesteps: int | None = None
     """environment transitions to train for (None: no limit)"""
     max_seconds: float | None = None
@@ -910,6 +910,9 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = (
+            tf32  # convolutions and recurrent layers have a switch of their own, on by default
+        )
         if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             say("--bf16: this GPU has no units for it; fp32 is used instead")
             return torch.float32
@@ -940,28 +943,49 @@ class Graphed:
     """`function` without arguments or result, replayed as a CUDA graph. Every call has its effect exactly once.
 
     The first three calls run it as it is, which makes what it allocates only once. It may use nothing but tensors that
-    live on, and numbers that never change.
+    live on, and numbers that never change. Where it cannot be captured, `graph` is None and it goes on as it is.
     """
 
     def __init__(self, function: Callable[[], None], generator: torch.Generator, watch: "Stopwatch") -> None:
-        self.function, self.generator, self.watch = function, generator, watch
-        self.calls, self.graph = 0, torch.cuda.CUDAGraph()
+        self.function = function
+        self.generator = generator
+        self.watch = watch
+        self.calls = 0
+        self.graph = torch.cuda.CUDAGraph()
+        self.stream = torch.cuda.Stream()
 
     def __call__(self) -> None:
         self.calls += 1
         if self.calls <= 3:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self.function()
-            torch.cuda.current_stream().wait_stream(stream)
+            self.warm_up()
             return
         if self.calls == 4:
+            self.capture()
+        if self.graph is None:
+            self.function()
+        else:
+            self.graph.replay()
+
+    def warm_up(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), warnings.catch_warnings(action="ignore"):  # Adam's: not captured yet
+            self.function()
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def capture(self) -> None:
+        try:
             self.graph.register_generator_state(self.generator)
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=self.stream):
                 self.function()
-            self.watch.mark()  # capturing counts nowhere
-        self.graph.replay()
+        except RuntimeError as error:
+            say(
+                f"--cudagraph: failed ({str(error).strip().splitlines()[0][:120]}); the loop goes on without this graph"
+            )
+            self.graph = None
+            self.generator.graphsafe_set_state(
+                self.generator.clone_state()
+            )  # the old one still takes part in a capture
+        self.watch.mark()
 
 
 class Stopwatch:
@@ -1027,6 +1051,7 @@ def process_restored() -> Iterator[None]:
     """At the end, put back what a run sets for its whole process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    cudnn_tf32 = torch.backends.cudnn.allow_tf32
     excepthook = threading.excepthook
 
     def hook(what: Any) -> None:
@@ -1042,6 +1067,7 @@ def process_restored() -> Iterator[None]:
             signal.signal(number, handler)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = cudnn_tf32
         torch.set_flush_denormal(False)
 
 
@@ -1193,7 +1219,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     started = time.perf_counter()
     interrupts = Interrupts()
-    device = pick_device(args.device)
+    # A network of 64 units keeps no GPU busy, and its games run here.
+    stays_on_cpu = args.device == "auto" and args.policy == "MlpPolicy"
+    device = pick_device("cpu" if stays_on_cpu else args.device)
     args = resolve(args, device)
     torch.set_num_threads(args.threads)
     np.random.seed(args.seed)
@@ -1410,7 +1438,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             scalars |= {"losses/td_loss": loss / learns, "train/loss": loss / learns}
         if device.type == "cuda":
             scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
-            with suppress(ImportError, RuntimeError):  # without NVML
+            with suppress(Exception):  # NVML missing, or an error of its own
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
         write_scalars(writer, scalars, global_step)
         line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
@@ -1502,6 +1530,9 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         policy = policy if small else compiled(policy, args.compile_mode, torch.from_numpy(obs).to(device))
         state = weights, target_weights, *optimizer.values(), loss_sum
         before = [tensor.clone() for tensor in state]
+        if device.type == "cuda":  # else reduce-overhead makes no graph, and does not say so
+            for tensor in (*state, index, *replay.flat):
+                torch._dynamo.mark_static_address(tensor)
         # The C++ wrapper gains 30 us an update, and 30 more that nobody looks whether anything but values has changed.
         options = {"cpp_wrapper": device.type == "cpu", "guard_filter_fn": lambda guards: [False] * len(guards)}
         one_graph = torch._dynamo.config.patch(trace_autograd_ops=True)  # from the replay to the new weights
@@ -1571,7 +1602,7 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
         "compiled": is_compiled,
-        "cudagraph": graphs,
+        "cudagraph": graphs and update.graph is not None,
         "sdpa": sdpa,
         "env_steps": global_step,
         "updates": updates,

@@ -1045,6 +1045,9 @@ def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> 
     """dtype of the forward passes. A switch that cannot be active here is answered with one line, and fp32 it is."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = (
+            tf32  # convolutions and recurrent layers have a switch of their own, on by default
+        )
         if bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             say("--bf16: this GPU has no units for it; fp32 is used instead")
             return torch.float32
@@ -1075,28 +1078,49 @@ class Graphed:
     """`function` without arguments or result, replayed as a CUDA graph. Every call has its effect exactly once.
 
     The first three calls run it as it is, which makes what it allocates only once. It may use nothing but tensors that
-    live on, and numbers that never change.
+    live on, and numbers that never change. Where it cannot be captured, `graph` is None and it goes on as it is.
     """
 
     def __init__(self, function: Callable[[], None], generator: torch.Generator, watch: "Stopwatch") -> None:
-        self.function, self.generator, self.watch = function, generator, watch
-        self.calls, self.graph = 0, torch.cuda.CUDAGraph()
+        self.function = function
+        self.generator = generator
+        self.watch = watch
+        self.calls = 0
+        self.graph = torch.cuda.CUDAGraph()
+        self.stream = torch.cuda.Stream()
 
     def __call__(self) -> None:
         self.calls += 1
         if self.calls <= 3:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self.function()
-            torch.cuda.current_stream().wait_stream(stream)
+            self.warm_up()
             return
         if self.calls == 4:
+            self.capture()
+        if self.graph is None:
+            self.function()
+        else:
+            self.graph.replay()
+
+    def warm_up(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), warnings.catch_warnings(action="ignore"):  # Adam's: not captured yet
+            self.function()
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def capture(self) -> None:
+        try:
             self.graph.register_generator_state(self.generator)
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=self.stream):
                 self.function()
-            self.watch.mark()  # capturing counts nowhere
-        self.graph.replay()
+        except RuntimeError as error:
+            say(
+                f"--cudagraph: failed ({str(error).strip().splitlines()[0][:120]}); the loop goes on without this graph"
+            )
+            self.graph = None
+            self.generator.graphsafe_set_state(
+                self.generator.clone_state()
+            )  # the old one still takes part in a capture
+        self.watch.mark()
 
 
 class Stopwatch:
@@ -1162,6 +1186,7 @@ def process_restored() -> Iterator[None]:
     """At the end, put back what a run sets for its whole process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    cudnn_tf32 = torch.backends.cudnn.allow_tf32
     excepthook = threading.excepthook
 
     def hook(what: Any) -> None:
@@ -1177,6 +1202,7 @@ def process_restored() -> Iterator[None]:
             signal.signal(number, handler)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = cudnn_tf32
         torch.set_flush_denormal(False)
 
 

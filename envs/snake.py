@@ -352,6 +352,7 @@ class SnakeBatch:
 
     def __init__(self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0, **rules: Any) -> None:
         self.rules, self.num_envs, self.device = Rules(**rules), num_envs, torch.device(device)
+        self.fixed_shapes = self.device.type != "cpu"  # see `_select`
         n, cells = num_envs, self.rules.cells
         self.key = _lane_key(seed, torch.arange(n, device=device))
         self.lanes = torch.arange(n, device=device)
@@ -392,6 +393,8 @@ class SnakeBatch:
         self.episode_return = per_lane(torch.float32)
         # Games finished since the caller last zeroed this, and the sums of their score, length and return.
         self.finished = torch.zeros(4, device=device)
+        # Numbers that are written by index: a plain one would be copied to the device first, and a graph cannot.
+        self.no_slot = torch.tensor(cells, dtype=torch.int16, device=device)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All that the games are, as the tensors themselves, not copies."""
@@ -491,7 +494,7 @@ class SnakeBatch:
         place = slot[cell_at]
         self.free.view(-1)[self.free_base + place] = self.tail.short()
         slot[tail_at] = place
-        slot[cell_at] = rules.cells
+        slot[cell_at] = self.no_slot
         self.tail.copy_(torch.where(moves, self.neighbour[self.tail * 4 + toward.long() - BODY], self.tail))
         self.head.copy_(cell)
         self.heading.copy_(heading)
@@ -524,7 +527,7 @@ class SnakeBatch:
 
     def _select(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Lanes to work on and which of them count: on CPU only those that need it, on CUDA all (fixed shapes)."""
-        if self.device.type != "cpu":
+        if self.fixed_shapes:
             return self.lanes, mask
         lanes = mask.nonzero().squeeze(1)
         return lanes, mask[lanes]
@@ -545,7 +548,7 @@ class SnakeBatch:
         pick = torch.where(mask, pick, self.rules.cells)
         free[free_base + pick] = last.short()
         slot[base + last] = pick.short()
-        slot[base + cell] = self.rules.cells
+        slot[base + cell] = self.no_slot
         codes[base + cell] = torch.where(mask, FOOD, codes[base + cell])
         self.num_free[lanes] -= mask.long()
 

@@ -282,6 +282,11 @@ def test_attention_kernels_agree() -> None:
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
 
 
+def test_a_small_network_stays_on_the_cpu(run, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run(device="auto", total_timesteps=8)[0]["device"].startswith("cpu")
+
+
 def test_maths() -> None:
     assert epsilon_at(0, 1, 0.05, 0.1) == 1 and epsilon_at(0.05, 1, 0.05, 0.1) == pytest.approx(0.525)
     assert epsilon_at(0.2, 1, 0.05, 0.1) == 0.05 and epsilon_at(0.2, 1, 0.05, 0) == 0.05

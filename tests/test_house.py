@@ -6,7 +6,10 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +87,67 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.glob("run/videos/*.gif"))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["peak_memory_gib"] is None
+
+
+class NoStream:
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+
+class NoGraph:
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        pass
+
+    def replay(self) -> None:
+        raise AssertionError("nothing was captured")
+
+
+@pytest.fixture
+def capture_fails(monkeypatch) -> None:
+    """Streams that do nothing, and a capture that ends as one of an operation that waits does."""
+
+    def graph(*args: object, **kwargs: object) -> nullcontext:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more lines")
+
+    for name, stub in {"Stream": NoStream, "current_stream": NoStream, "CUDAGraph": NoGraph, "graph": graph}.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+
+def test_a_failed_capture_says_so_and_the_loop_goes_on(capture_fails, capsys, recwarn) -> None:
+    calls = []
+
+    def function() -> None:
+        calls.append(1)
+        if len(calls) <= 3:
+            warnings.warn("Adam's, about being capturable", stacklevel=2)
+
+    watch = dqn_snake.Stopwatch(torch.device("cpu"))
+    generator = SimpleNamespace(clone_state=lambda: "fresh", graphsafe_set_state=lambda state: None)
+    graphed = dqn_snake.Graphed(function, generator, watch)
+    for number in range(1, 8):
+        graphed()
+        assert len(calls) == number
+    assert graphed.graph is None
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and said[0].startswith(
+        "--cudagraph: failed (operation not permitted when stream is capturing)"
+    )
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_tf32_is_used_only_when_asked_for(tf32: bool) -> None:
+    """Convolutions and recurrent layers have a switch of their own, which PyTorch leaves on."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+    @dqn_snake.process_restored()
+    def run() -> tuple[bool, str]:
+        dqn_snake.pick_precision(False, False, tf32, torch.device("cuda"))
+        return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
+    assert run() == ((True, "high") if tf32 else (False, "highest"))
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
 
 
 @pytest.mark.parametrize("page", ["README.md", "benchmarks.md", *SCRIPTS])

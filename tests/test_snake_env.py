@@ -37,10 +37,12 @@ def greedy_action(env: SnakeEnv, rng: np.random.Generator) -> int:
     return best[1]
 
 
+@pytest.mark.parametrize("fixed_shapes", [False, True], ids=["cpu", "as on cuda"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_batch_plays_by_the_rule_book(name: str) -> None:
+def test_batch_plays_by_the_rule_book(name: str, fixed_shapes: bool) -> None:
     rules, lanes, steps, games = SETTINGS[name], 12, 1200, 0
     batch = SnakeBatch(lanes, seed=5, **rules)
+    batch.fixed_shapes = fixed_shapes
     books = [SnakeEnv(lane=lane, **rules) for lane in range(lanes)]
     rng = np.random.default_rng(0)
     obs = batch.reset()
@@ -656,6 +658,22 @@ def test_nothing_that_only_unix_has_is_needed() -> None:
             for name in node.names
         }
         assert not imported & set(UNIX_ONLY), path
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_step_as_on_cuda_compiles_into_one_graph(backend: str) -> None:
+    eager, compiled = SnakeBatch(32, seed=1), SnakeBatch(32, seed=1)
+    eager.fixed_shapes = compiled.fixed_shapes = True
+    eager.reset()
+    compiled.reset()
+    step = torch.compile(compiled.step, fullgraph=True, dynamic=False, backend=backend)
+    for _ in range(200):
+        action = torch.randint(4, (32,))
+        for ours, theirs in zip(eager.step(action)[:4], step(action)[:4], strict=True):
+            assert torch.equal(ours, theirs)
+    assert eager.finished[0] > 100
+    for name, tensor in eager.state_dict().items():
+        assert torch.equal(tensor, compiled.state_dict()[name]), name
 
 
 @pytest.mark.gpu
