@@ -54,6 +54,7 @@ def load_library() -> None:
 load_library()
 
 import torch  # noqa: E402
+from torch.utils._mode_utils import no_dispatch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -197,7 +198,7 @@ FREE = {f"aten::{name}" for name in FREE.split()}  # fill no memory
 
 def dispatch(func, args: tuple, kwargs: dict) -> Any:
     """One operation of ATen, below autograd and autocast."""
-    if torch.is_inference_mode_enabled() and func._can_decompose():  # autograd would have taken it apart
+    if func._can_decompose():  # of tensors that autograd does not know; it would have taken it apart
         with MODE:
             return func.decompose(*args, **kwargs)
     name = func._schema.name
@@ -255,6 +256,9 @@ def dispatch(func, args: tuple, kwargs: dict) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) in outer:
                 tensor = outer[id(value)]
+                if torch.Tag.inplace_view in func.tags:
+                    with no_dispatch():
+                        func(*args, **kwargs)
                 assert tensor.shape == value.shape, f"{name} changes a shape in place"
                 return tensor
             if id(value) in hosts or not on_gpu:

@@ -22,7 +22,7 @@ FLAGS = {
     "ppo_metta": "--agents 6 --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 2 --hidden-size 16"
     " --eval-episodes 6",
     "dqn_mario_async": "--num-collectors 0 --envs-per-collector 2 --ring-blocks 4 --buffer-size 600 --batch-size 4"
-    " --learning-starts 40 --channels 2 --hidden-size 16 --size 36 --eval-episodes 2",
+    " --learning-starts 40 --channels 2 --hidden-size 16 --size 48 --eval-episodes 2",
 }
 STEPS = {"dqn_snake": 96, "dqn_snake_sb3_compat": 24, "ppo_metta": 12 * 8 * 6, "dqn_mario_async": 72}
 
