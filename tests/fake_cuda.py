@@ -538,7 +538,7 @@ def shorten(script: ModuleType) -> None:
     script.GIF_FRAMES = 3
     if script.__name__ == "ppo_metta":
         for rules in script.VARIANTS.values():
-            rules["max_steps"] = 32
+            rules["max_steps"] = 16
 
 
 def run(script: ModuleType, flags: list[str]) -> dict[str, Any]:
