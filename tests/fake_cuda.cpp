@@ -43,6 +43,11 @@ struct FakeGenerator : at::CPUGeneratorImpl {
     std::memcpy(copy.mutable_data_ptr(), state.data(), size);
     at::CPUGeneratorImpl::set_state(*copy.unsafeGetTensorImpl());
   }
+
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& other) override {
+    auto state = static_cast<at::CPUGeneratorImpl&>(*other).at::CPUGeneratorImpl::get_state();
+    at::CPUGeneratorImpl::set_state(*state);
+  }
 };
 
 }  // namespace

@@ -19,7 +19,7 @@ CAN_FAKE = sys.platform == "linux" and shutil.which("g++") is not None and torch
 COMMON = "--threads 1 --log-every 0.001 --eval-every 0 --checkpoint-every 0"
 FLAGS = {
     "dqn_snake": "--board 4x4 --num-envs 8 --batch-size 16 --learning-starts 8 --buffer-size 800 --hidden-size 16"
-    " --eval-episodes 8",
+    " --exploration-fraction 1 --eval-episodes 8",
     "dqn_snake_sb3_compat": "--board 8x8 --num-envs 2 --batch-size 8 --learning-starts 4 --buffer-size 400"
     " --train-freq 1 --target-update-interval 8 --exploration-fraction 0.01 --eval-episodes 2",
     "ppo_metta": "--agents 6 --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 2 --hidden-size 16"
