@@ -1,0 +1,118 @@
+"""The scripts on a GPU that is not there: what a GPU would refuse, wait for and launch, seen without one."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
+
+from envs.snake import SnakeBatch
+
+ROOT = Path(__file__).parent.parent
+NO_FAKE = "a fake CUDA needs Linux, g++ and a PyTorch without CUDA"
+CAN_FAKE = sys.platform == "linux" and shutil.which("g++") is not None and torch.version.cuda is None
+COMMON = "--threads 1 --log-every 0.001 --eval-every 0 --checkpoint-every 0"
+FLAGS = {
+    "dqn_snake": "--board 4x4 --num-envs 8 --batch-size 16 --learning-starts 8 --buffer-size 800 --hidden-size 16"
+    " --exploration-fraction 1 --eval-episodes 8",
+    "dqn_snake_sb3_compat": "--board 8x8 --num-envs 2 --batch-size 8 --learning-starts 4 --buffer-size 400"
+    " --train-freq 1 --target-update-interval 8 --exploration-fraction 0.01 --eval-episodes 2",
+    "ppo_metta": "--agents 6 --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 2 --hidden-size 16"
+    " --eval-episodes 6",
+    "dqn_mario_async": "--num-collectors 0 --envs-per-collector 2 --ring-blocks 4 --buffer-size 600 --batch-size 4"
+    " --learning-starts 40 --channels 2 --hidden-size 16 --size 48 --eval-episodes 2",
+}
+STEPS = {"dqn_snake": 80, "dqn_snake_sb3_compat": 24, "ppo_metta": 6 * 96, "dqn_mario_async": 64}
+ROUND = {"dqn_snake": 8, "dqn_snake_sb3_compat": 2, "ppo_metta": 96, "dqn_mario_async": 2}
+# At most so many launches for a step of all games (of a ring that is read), and for an update.
+LAUNCHES = {
+    "dqn_snake": (300, 155),
+    "dqn_snake_sb3_compat": (13, 82),
+    "ppo_metta": (2_050, 500),
+    "dqn_mario_async": (42, 215),
+}
+# Where the training loop may wait, and how often for each step (or ring that is read): these games are on the CPU.
+WAITS = {"dqn_snake": 0, "ppo_metta": 0, "dqn_snake_sb3_compat": 8, "dqn_mario_async": 24}
+
+
+def seen(script: str, tmp_path: Path, *runs: str) -> list[dict[str, Any]]:
+    """What the tool reports of these runs, all in one process."""
+    if not CAN_FAKE:
+        pytest.skip(NO_FAKE)
+    report = tmp_path / "report.json"
+    command = [sys.executable, "tests/fake_cuda.py", str(report), script, *runs]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(report.read_text())
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return one == other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", FLAGS)
+def test_a_script_on_a_gpu(script: str, tmp_path: Path) -> None:
+    """Eager, in graphs, in half precision, a CPU's checkpoint gone on with, evaluations and GIFs."""
+    flags = f"{COMMON} {FLAGS[script]} --run-dir {tmp_path}"
+    steps = STEPS[script]
+    eager, graphs, half, _, resumed, shown = seen(
+        script,
+        tmp_path,
+        f"{flags} --device cuda --total-timesteps {steps} --run-name eager",
+        f"{flags} --device cuda --total-timesteps {steps} --run-name graphs --cudagraph --no-video",
+        f"{flags} --device cuda --total-timesteps {steps} --run-name half --cudagraph --fp16 --no-video",
+        f"{flags} --device cpu --total-timesteps {steps - ROUND[script]} --run-name resumed --no-video",
+        f"{COMMON} --device cuda --total-timesteps {steps + ROUND[script]} --bf16 --resume {tmp_path / 'resumed'}",
+        f"--device cuda --evaluate {tmp_path / 'resumed'}",
+    )
+    on_gpu = eager, graphs, half, resumed, shown
+    assert [run["refused"] for run in on_gpu] == 5 * [{}]
+    for run in (graphs, half):
+        assert run["summary"]["cudagraph"] and all(nodes > 0 for nodes in run["graphs"])
+    for run in ("eager", "resumed"):
+        assert list((tmp_path / run / "videos").glob("*.gif"))
+
+    saved = {run: torch.load(tmp_path / run / "checkpoint.pt", weights_only=True) for run in ("eager", "graphs")}
+    assert saved["eager"]["updates"] > 4
+    differ = [name for name, value in saved["eager"].items() if not same(value, saved["graphs"][name])]
+    assert set(differ) <= {"args", "elapsed"}
+
+    rounds = eager["marks"]["rollout" if script == "dqn_mario_async" else "store"]
+    assert sum(eager["waits"].values()) <= WAITS[script] * rounds, eager["waits"]
+    if not WAITS[script]:
+        assert [run["waits"] for run in on_gpu] == 5 * [{}]
+    launches = {phase: sum(numbers.values()) for phase, numbers in eager["launches"].items()}
+    per_step = sum(launches.get(phase, 0) for phase in ("act", "env", "store", "rollout")) / rounds
+    per_update = launches["learn"] / saved["eager"]["updates"]
+    most_per_step, most_per_update = LAUNCHES[script]
+    assert 0.8 * most_per_step < per_step <= most_per_step, per_step  # much fewer: then the bound is to be lowered
+    assert 0.8 * most_per_update < per_update <= most_per_update, per_update
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_snake_launches_a_fifth(monkeypatch) -> None:
+    """What inductor has fused the step into; on CUDA each part is a kernel. None of them is built here."""
+    kernels = []
+
+    def count(scheduler: Scheduler) -> None:
+        kernels.append(sum(not isinstance(node, NopKernelSchedulerNode) for node in scheduler.nodes))
+        raise NotImplementedError("counted")
+
+    monkeypatch.setattr(Scheduler, "codegen", count)
+    batch = SnakeBatch(8)
+    batch.fixed_shapes = True
+    batch.reset()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(Exception, match="counted"):
+        torch.compile(batch.step, fullgraph=True)(torch.zeros(8, dtype=torch.int64))
+    assert kernels[0] <= 45
