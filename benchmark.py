@@ -2149,15 +2149,8 @@ GPU_SWITCHES = {
     "transformer": ["", "--bf16"],
 }
 GPU_COMPILED = {"snake": ["--compile", "--bf16 --compile --cudagraph"], "arena": ["--bf16 --compile --cudagraph"]}
-PRELOADED = [
-    "torch",
-    "torch._dynamo",
-    "torch.utils.flop_counter",
-    "torch.utils.tensorboard",
-    "gymnasium.vector",
-    "tyro",
-]
-PRELOADED += ["tensorboard.backend.event_processing.event_accumulator"]  # what all rows import, before they are forked
+PRELOADED = ["torch", "torch._dynamo", "torch.utils.flop_counter", "torch.utils.tensorboard", "gymnasium.vector"]
+PRELOADED += ["tyro", "tensorboard.backend.event_processing.event_accumulator"]  # by what rows are forked from
 
 
 def in_fork(call: Callable[[], Any], limit: float) -> dict:
