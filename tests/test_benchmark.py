@@ -1003,6 +1003,14 @@ for name in {benchmark.PRELOADED}:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_row_uses_the_gpu_that_the_benchmark_has_asked_about() -> None:
+    torch.cuda.get_device_name()
+    row = benchmark.in_fork(partial(benchmark.bf16_matmul_rate, side=256, seconds=0.1, device="cuda"), 60.0)
+    assert row.get("found", 0) > 1e9, row
+
+
 def test_what_a_script_says_of_its_switches_comes_with_the_row() -> None:
     row = benchmark.in_fork(partial(print, "a run\n--fp16: needs CUDA"), 60.0)
     assert row == {"found": None, "said": ["--fp16: needs CUDA"]}
