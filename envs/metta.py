@@ -894,7 +894,7 @@ class MettaBatch:
             success[agents] |= goes
             agents, gives, gets = map(torch.cat, zip(*traded))
             success[agents] |= (gives + gets > 0).any(1)
-            self._count(agents, self.trade_stats, torch.cat([gets, gives, gives], 1))
+            self._count((agents, self.trade_stats, torch.cat([gets, gives, gives], 1)))
         self._stat("success").add_(success)
         self._stat("failed").add_(~success)
 
@@ -943,10 +943,11 @@ class MettaBatch:
     def _stat(self, name: str) -> torch.Tensor:
         return self.stats[:, STATS.index(name)]
 
-    def _count(self, agents: torch.Tensor, columns: torch.Tensor, number: torch.Tensor) -> None:
-        """Add `number` (B, some) to these columns (some,) of the statistics of `agents` (B,), some of them twice."""
-        place = agents[:, None] * len(STATS) + columns
-        self.stats.view(-1).scatter_add_(0, place.view(-1), number.int().view(-1))
+    def _count(self, *parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        """Add numbers (B, some) to some columns of the statistics of agents: (B,) agents, (some,) columns, numbers."""
+        places = [(agents[:, None] * len(STATS) + columns).view(-1) for agents, columns, _ in parts]
+        numbers = [number.view(-1) for _, _, number in parts]
+        self.stats.view(-1).scatter_add_(0, torch.cat(places), torch.cat(numbers).int())
 
     def _mark_dirty(self, rows: torch.Tensor, mask: torch.Tensor) -> None:
         """The tokens of those rows that count are out of date; with fixed shapes all are written anyway."""
@@ -1044,28 +1045,28 @@ class MettaBatch:
             aim = torch.where(action[agent] == NEAREST, self.nearest_first[nearest], (action[agent] - 1).clamp(0, 8))
             code = seen.gather(1, aim[:, None]).squeeze(1)
             hits = fires & (code >= self.first_agent)
-            code = torch.where(hits, code, self.code[agent])  # who hits nobody stands in for the target
-            target, victim = self.lane_row[agent] + code, self.lane[agent] * self.rules.num_agents
-            victim = victim + code - self.first_agent
+            target = self.lane_row[agent] + torch.where(hits, code, EMPTY)  # nothing is there, and nothing changes
+            victim = self.lane[agent] * self.rules.num_agents + code - self.first_agent
+            victim = torch.where(hits, victim, agent)
             target_held, target_rest = self.inventory[target], self.timer[target]
             blocked = hits & (target_held[:, ARMOR] > 0)
             freezes = hits & ~blocked
             robs = freezes & (target_rest == 0)
             stolen = torch.minimum(target_held, self.carry - held) * robs[:, None]
-            # The target before the attacker: who stands in for it is written right in the end.
-            self.inventory[target] = target_held - stolen - blocked[:, None] * self.one_armor
-            self.inventory[row] = held + stolen
-            self.timer[target] = torch.where(freezes, self.rules.freeze, target_rest)
-            self.timer[row] = rest - frozen.long()
+            both = torch.stack([row, target])
+            target_held = target_held - stolen - blocked[:, None] * self.one_armor
+            self.inventory[both] = torch.stack([held + stolen, target_held])
+            target_rest = torch.where(freezes, self.rules.freeze, target_rest)
+            self.timer[both] = torch.stack([rest - frozen.long(), target_rest])
             results.append((agent, victim, frozen, fires, hits, robs, blocked, stolen))
             self._mark_dirty(row, fires | frozen)
             self._mark_dirty(target, hits)
         if results:
             agent, victim, frozen, fires, hits, robs, blocked, stolen = map(torch.cat, zip(*results))
             success[agent] = hits
-            number = torch.cat([torch.stack([frozen, fires, robs, blocked], 1), stolen], 1)
-            self._count(agent, self.attacker_stats, number)
-            self._count(victim, self.victim_stats, torch.cat([torch.stack([blocked, robs], 1), stolen], 1))
+            of_attacker = torch.cat([torch.stack([frozen, fires, robs, blocked], 1), stolen], 1)
+            of_victim = torch.cat([torch.stack([blocked, robs], 1), stolen], 1)
+            self._count((agent, self.attacker_stats, of_attacker), (victim, self.victim_stats, of_victim))
         # An attack without a laser in an arena where nobody fires fails; a frozen agent waits as any other.
         return had_turn | (attacks & (self.timer[self.body] == 0)), success
 
@@ -1081,11 +1082,13 @@ class MettaBatch:
         is_agent = met >= self.first_agent
         goes = mask & torch.where(swap, (met == BLOCK) | (is_agent & is_frozen), met == EMPTY)
         own = self.code[agents].byte()
-        self.grid.view(-1)[here] = torch.where(goes, code, own)
-        self.grid.view(-1)[there] = torch.where(goes, own, code)
-        pushed = self.lane[agents] * self.rules.num_agents + met - self.first_agent
-        self.at[torch.where(goes & is_agent, pushed, agents)] = here
-        self.at[agents] = torch.where(goes, there, here)
+        cells = torch.stack([here, there])
+        self.grid.view(-1)[cells] = torch.where(goes, torch.stack([code, own]), torch.stack([own, code]))
+        pushes = goes & is_agent
+        other = self.lane[agents] * self.rules.num_agents + met - self.first_agent
+        both = torch.stack([agents, torch.where(pushes, other, agents)])  # who pushes nobody is there twice
+        at = torch.where(goes, there, here)
+        self.at[both] = torch.stack([at, torch.where(pushes, here, at)])
         return agents, goes
 
     def _trade(self, agents, mask, action, there) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -1093,17 +1096,16 @@ class MettaBatch:
 
         Returns `agents` and what each of them gave and got.
         """
-        row, put = self.body[agents], (action[agents] == PUT)[:, None]
+        put = (action[agents] == PUT)[:, None]
         code = self.grid.view(-1)[there[agents]].long()
-        target = self.lane_row[agents] + code
-        held, stock = self.inventory[row], self.inventory[target]
+        both = torch.stack([self.body[agents], self.lane_row[agents] + code]).view(-1)
+        held, stock = self.inventory[both].chunk(2)
         gives = torch.minimum(torch.minimum(self.needs[code], held), 255 - stock) * (put & mask[:, None])
         gets = torch.minimum(stock, self.carry - held) * (~put & mask[:, None] & (self.makes[code] > 0))
-        self.inventory[row] = held - gives + gets
-        is_converter = mask & (self.max_output[code] > 0)
-        self._start_converting(target, stock + gives - gets, is_converter)
-        self._mark_dirty(row, mask)
-        self._mark_dirty(target, is_converter)
+        held = torch.stack([held - gives + gets, stock + gives - gets]).flatten(0, 1)
+        mask = mask.repeat(2)
+        self._start_converting(both, held, mask)
+        self._mark_dirty(both, mask)
         return agents, gives, gets
 
     def _write_tokens(self, rows: slice | torch.Tensor) -> None:
