@@ -2657,7 +2657,7 @@ def main(options: Options) -> None:
     device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
     names = SUITES.get(options.suite, [options.suite])
     if options.suite == "gpu" and device.type == "cpu" and not options.fast:
-        refuse("--suite gpu: needs CUDA; with --device cpu --fast its code is tried out, and nothing is written")
+        fail("--suite gpu: needs CUDA; with --device cpu --fast its code is tried out, and nothing is written")
     if options.seconds and "metta-presets" not in names:
         fail(f"--seconds {options.seconds}: is of the runs of metta-presets, which --suite {options.suite} has not")
     if options.write_env and "sweep" not in names:

@@ -88,7 +88,7 @@ class Args:
     agents: int | None = None
     """agents of an instance (None: as the env-id has it)"""
     num_envs: int | None = None
-    """games played side by side, each of several agents (None: 128 on CPU, 4096 on CUDA, 32 of the real MettaGrid)"""
+    """games played side by side, each of several agents (None: 128 on CPU, 8192 on CUDA, 32 of the real MettaGrid)"""
     vec_env: Literal["auto", "device", "subproc"] = "auto"
     """games on the training device, or in worker processes; auto takes workers for the real MettaGrid only"""
     num_workers: int | None = None
@@ -110,8 +110,8 @@ class Args:
     """let the step size fall to nothing over the run, as half a cosine"""
     num_steps: int = 32
     """steps of every agent in a rollout"""
-    num_minibatches: int = 16
-    """parts of a rollout, of whole segments; each is an update"""
+    num_minibatches: int | None = None
+    """parts of a rollout, of whole segments; each is an update (None: 16, or 32 of the many games on CUDA)"""
     grad_accumulation: int = 1
     """parts of a minibatch that go through the network one after another; the gradient is that of all"""
     bptt_horizon: int = 32
@@ -157,7 +157,7 @@ class Args:
     tf32: bool = False
     """fp32 matmuls on tensor cores (CUDA)"""
     compile: bool = False
-    """torch.compile acting and the loss"""
+    """torch.compile acting, advantages and the loss, and on CUDA the games"""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     """torch.compile's mode"""
     cudagraph: bool = False
@@ -238,6 +238,7 @@ GAME_DEFAULTS = {  # of flags that are None
     "MettaNavigation-v0": {"gamma": 0.95},
     "mettagrid": {
         "num_envs": 32,
+        "num_minibatches": 16,
         "update_epochs": 2,
         "gamma": 0.9,
         "ent_coef": 0.001,
@@ -248,9 +249,10 @@ GAME_DEFAULTS = {  # of flags that are None
 
 def fill_defaults(args: Args, device: torch.device) -> Args:
     """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
-    defaults = {"num_envs": 128, "update_epochs": 1, "ent_coef": 0.005, "end_ent_coef": 0.001}
-    if device.type == "cuda":
-        defaults["num_envs"] = 4096
+    defaults = {"num_envs": 128, "num_minibatches": 16, "update_epochs": 1, "ent_coef": 0.005, "end_ent_coef": 0.001}
+    if device.type == "cuda":  # where a step of a thousand games takes about as long
+        defaults["num_envs"] = 8192
+        defaults["num_minibatches"] = 32
     defaults |= GAME_DEFAULTS[args.env_id]
     if args.total_timesteps is None:
         defaults["max_seconds"] = 600.0
@@ -746,6 +748,42 @@ class TokenAttention(nn.Module):
         return self.norm(self.layer2(x, self.query.expand(len(x), 1, -1), there)).squeeze(1)
 
 
+def lstm_steps(layer: nn.LSTM, x: torch.Tensor, state: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """nn.LSTM as its documentation has it: one matmul for the inputs of all steps, then one a step.
+
+    x (T, B, width), state (B, 2 * width) of hidden and cell, keep (T, B, 1) bool -> hidden (T, B, width), state.
+    Under autocast the matmuls are in half precision, what is remembered stays in float32.
+    """
+    x = F.linear(x, layer.weight_ih_l0, layer.bias_ih_l0 + layer.bias_hh_l0).float()
+    hidden, cell = state.chunk(2, 1)
+    outputs = []
+    for x_t, keep_t in zip(x.unbind(), keep.unbind()):
+        hidden = hidden * keep_t
+        cell = cell * keep_t
+        i, f, g, o = (x_t + F.linear(hidden, layer.weight_hh_l0)).chunk(4, 1)
+        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+        hidden = o.sigmoid() * cell.tanh()
+        outputs.append(hidden)
+    return torch.stack(outputs), torch.cat([hidden, cell], 1)
+
+
+def gru_steps(layer: nn.GRU, x: torch.Tensor, state: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same of nn.GRU, with state (B, width)."""
+    x = F.linear(x, layer.weight_ih_l0, layer.bias_ih_l0).float()
+    hidden = state
+    outputs = []
+    for x_t, keep_t in zip(x.unbind(), keep.unbind()):
+        hidden = hidden * keep_t
+        x_r, x_z, x_n = x_t.chunk(3, 1)
+        h_r, h_z, h_n = F.linear(hidden, layer.weight_hh_l0, layer.bias_hh_l0).chunk(3, 1)
+        r = (x_r + h_r).sigmoid()
+        z = (x_z + h_z).sigmoid()
+        n = (x_n + r * h_n).tanh()
+        hidden = (1 - z) * n + z * hidden
+        outputs.append(hidden)
+    return torch.stack(outputs), hidden
+
+
 SHAPES = "--env-id, --env-config, --network, --rnn, --hidden-size"  # what the shapes of its weights follow from
 
 
@@ -767,6 +805,7 @@ class Agent(nn.Module):
             self.encoder = TokenAttention(see, width, args.sdpa, device)
         kinds = {"lstm": nn.LSTM, "gru": nn.GRU}
         self.rnn = kinds[args.rnn](width, width, device=device) if args.rnn in kinds else None
+        self.fixed_shapes = device.type != "cpu"  # whatever values there are: to look at them, a GPU would have to wait
         self.state_size = width * {"lstm": 2, "gru": 1, "none": 0}[args.rnn]
         self.heads = nn.Linear(width, games.num_actions + 1, device=device)  # the policy's logits, then the value
         for name, weight in self.named_parameters():
@@ -783,11 +822,18 @@ class Agent(nn.Module):
         *logits, value = self.heads(x).float().split([self.heads.out_features - 1, 1], 2)
         return logits[0], value.squeeze(2), state.float()
 
-    @torch.compiler.disable  # it would compile again for each pattern of resets
     def remember(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # The layer takes many steps in one call, but not over a reset. A CPU looks for those, which more than halves
-        # the time; asking a GPU would be a sync, so there it is one step a call.
-        cuts = range(1, len(x)) if x.is_cuda else (reset[1:].any(1).nonzero().flatten() + 1).tolist()
+        """x (T, B, width) and state -> what the memory makes of each step, and state; it is emptied at resets."""
+        # The layer itself would compute in float16 on CUDA, under autocast in bfloat16 too, and gradients vanish there.
+        if self.fixed_shapes:
+            steps = lstm_steps if isinstance(self.rnn, nn.LSTM) else gru_steps
+            return steps(self.rnn, x, state, ~reset[:, :, None])
+        return self.remember_between_resets(x, state, reset)
+
+    @torch.compiler.disable  # it would compile again for each pattern of resets
+    def remember_between_resets(self, x, state, reset) -> tuple[torch.Tensor, torch.Tensor]:
+        # The layer takes many steps in one call, but not over a reset; on a CPU that is several times as fast.
+        cuts = (reset[1:].any(1).nonzero().flatten() + 1).tolist()
         parts = []
         for start, end in pairwise([0, *cuts, len(x)]):
             state = (state * ~reset[start, :, None])[None]
@@ -820,11 +866,12 @@ def gae(
     next_values = torch.where(truncated, final_value, torch.cat([value[1:], next_value[None]])) * ~terminated
     delta = ratio.clamp(max=rho_clip) * (reward + gamma * next_values - value)
     discount = gamma * gae_lambda * ratio.clamp(max=c_clip) * ~(terminated | truncated)
-    advantage = torch.empty_like(delta)
     lastgaelam = torch.zeros_like(next_value)
-    for t in range(len(delta) - 1, -1, -1):
-        lastgaelam = advantage[t] = delta[t] + discount[t] * lastgaelam
-    return advantage
+    advantages = []
+    for t in reversed(range(len(delta))):
+        lastgaelam = delta[t] + discount[t] * lastgaelam
+        advantages.append(lastgaelam)
+    return torch.stack(advantages[::-1])
 
 
 def ppo_loss(
@@ -907,7 +954,7 @@ class Rollout:
 def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
     """Hearts of `episodes` agents in games no training seed has seen, whole episodes; actions are drawn, as in
     training: a policy that always takes its likeliest action gets stuck in front of its own kind."""
-    where = torch.device("cpu") if args.env_id == "mettagrid" else device
+    where = torch.device("cpu")  # of few games a step is over sooner there than a GPU has launched it
     agents = len(Games(args, 1, where, EVAL_SEED).obs)
     games = Games(args, -(-episodes // agents), where, EVAL_SEED, evaluation=True)
     obs, generator = games.obs, torch.Generator(device).manual_seed(EVAL_SEED)
@@ -1079,7 +1126,7 @@ def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options
     """`function` compiled, or as it is where that fails: compilation is lazy, so only a call shows whether it works."""
     try:
         compiled = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
-        compiled(*example)
+        try_compile(*example)
         return compiled
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:120]
@@ -1424,7 +1471,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     example = Games(args, 1, torch.device("cpu"), EVAL_SEED)
     agents = len(example.obs)  # of a game
     game_bytes = 4_000 * agents + 35 * example.cells  # about; measured in the arena and in navigation
-    check_memory("--eval-episodes", args.eval_episodes, game_bytes // agents, device)
+    check_memory("--eval-episodes", args.eval_episodes, game_bytes // agents, torch.device("cpu"))
     agent = Agent(args, example, device)
     is_main = RANK == 0
     if args.evaluate is not None:
@@ -1463,15 +1510,20 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     generator = torch.Generator(device).manual_seed(games_seed(args.seed, starts))
     b = Rollout(args, obs, agent.state_size, device)
     num_steps, num_segments = args.num_steps, len(b.state) * lanes
+    # An update leaves new values and ratios in its segments, so new advantages in their lanes. The rest of the epoch
+    # learns from none of these where a segment is all of a lane and has one turn.
+    gae_each_update = args.bptt_horizon < num_steps or args.prio_alpha > 0
     batch_size = num_steps * lanes
     minibatch_size = batch_size // args.num_minibatches
     mb_segments = num_segments // args.num_minibatches
     state = torch.zeros(lanes, agent.state_size, device=device)
     begins = torch.zeros(lanes, dtype=torch.bool, device=device)  # does an episode begin with `obs`
+    advantage = torch.zeros(num_steps, lanes, device=device)
     next_value = torch.zeros(lanes, device=device)
     final_value = torch.zeros(lanes, device=device)
     rows = torch.zeros(envs.groups, 1, dtype=torch.int64, device=device)  # of the rollout, that each group is at
     segments = torch.zeros(mb_segments, dtype=torch.int64, device=device)
+    gae_coefs = args.gamma, args.gae_lambda, args.rho_clip, args.c_clip
     ent_coef = torch.tensor(args.ent_coef, device=device)
     prio_beta = torch.tensor(args.prio_beta0, device=device)
     # Sums over the updates since the last log: pg_loss, v_loss, entropy, approx_kl, clipfrac.
@@ -1581,6 +1633,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     say(f"{folder} on {device_name} in {precision}{in_ranks}")
     if not args.bf16 and args.rnn != "none" and device.type == "cpu" and bf16_speedup() > 1.2:
         say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
+    if device.type == "cuda" and not ((args.bf16 or args.fp16) and args.cudagraph and args.compile):
+        say("on CUDA --bf16, --cudagraph and --compile should make it faster; no GPU has measured it yet")
     say(f"{lanes} agents {where}; rollouts of {num_steps} steps, {learns} (replay ratio {args.update_epochs}); "
         f"{sum(weight.numel() for weight in weights):,} weights")  # fmt: skip
 
@@ -1616,7 +1670,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         episodes, hearts, length, returned = across_ranks(envs.read_finished().to(device), "SUM").tolist()
         pg_loss, v_loss, entropy, kl, clipfrac = (learned / max(learns, 1)).tolist()
         learned.zero_()
-        advantage = advantages()
+        estimate_advantages()
         scalars = {
             "charts/SPS": steps / wall,
             "charts/updates_per_second": learns / wall,
@@ -1715,16 +1769,21 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         rows[group] = (row + 1) % num_steps
         timer.lap("store")
 
+    def act_and_receive() -> None:
+        """A step of games that are here, where `act` leaves nothing in flight."""
+        act(0)
+        receive(0)
+
     def bootstrap() -> None:
         """Values of what the lanes see next, and of what those whose episode was cut saw last."""
         next_value.copy_(policy_step(obs, state, begins)[1])
         final_value.copy_(policy_step(b.final_obs, b.final_state, torch.zeros_like(begins))[1])
         b.ratio.fill_(1)
 
-    def advantages() -> torch.Tensor:
+    def estimate_advantages() -> None:
+        """With the values and ratios that the updates before have left."""
         ends = b.terminated, b.truncated, b.ratio
-        coefs = args.gamma, args.gae_lambda, args.rho_clip, args.c_clip
-        return gae(b.reward, b.value, next_value, final_value, *ends, *coefs)
+        advantage.copy_(gae_step(b.reward, b.value, next_value, final_value, *ends, *gae_coefs))
 
     def minibatch(index: torch.Tensor, segments: torch.Tensor) -> list[torch.Tensor]:
         """obs, memory before them, reset, action and logprob of the steps `index` of `segments`."""
@@ -1732,7 +1791,6 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         return [obs, b.state.flatten(0, 1)[segments], reset, action, logprob]
 
     def update() -> None:
-        advantage = advantages()  # with the values and ratios that the updates before have left
         if args.prio_alpha:
             priority = advantage.unflatten(0, (-1, args.bptt_horizon)).abs().sum(1).flatten() ** args.prio_alpha
             share = priority / priority.sum()
@@ -1770,8 +1828,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         approx_kl.copy_(parts[3])
         learned.add_(parts)
 
-    # --- switches: they wrap `policy`, `loss_of`, `act`, `receive`, `bootstrap` and `update` ----------------------
-    policy_step, loss_step = policy, loss_of
+    # --- switches: they wrap what is above and the games ----------------------------------------------------------
+    policy_step, loss_step, gae_step = policy, loss_of, gae
     acts = [partial(act, group) for group in range(envs.groups)]
     receives = [partial(receive, group) for group in range(envs.groups)]
     if args.compile:  # with tensors of the shapes and strides that the loop has, and none twice: else it compiles again
@@ -1779,6 +1837,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         policy_step = try_compile(policy, args.compile_mode, obs[first], state[first], begins[first])
         bootstrap()
         b.obs[:] = obs
+        ends = b.terminated, b.truncated, b.ratio
+        gae_step = try_compile(gae, args.compile_mode, b.reward, b.value, next_value, final_value, *ends, *gae_coefs)
         columns = slice(None, None, args.grad_accumulation)
         index = b.index(segments)
         targets = [torch.zeros_like(index, dtype=torch.float32)[:, columns] for _ in range(3)]
@@ -1786,10 +1846,16 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         loss_step = try_compile(loss_of, args.compile_mode, *example)
         loss_step(*example)[0].backward()
         optimizer.zero_grad()
+        if can_save_envs and envs.games.fixed_shapes:  # on a CPU the games do less than what fixed shapes ask for
+            games = {name: tensor.clone() for name, tensor in envs.games.state_dict().items()}
+            envs.step = try_compile(envs.step, args.compile_mode, torch.zeros(lanes, dtype=torch.int64, device=device))
+            envs.games.load_state_dict(games)  # as they were before that step
     if graphs:
-        acts = [CUDAGraphStep(part, generator, timer) for part in acts]
-        receives = [CUDAGraphStep(part, generator, timer) for part in receives]
-        bootstrap, update = CUDAGraphStep(bootstrap, generator, timer), CUDAGraphStep(update, generator, timer)
+        acts = [CUDAGraphStep(act_and_receive, generator, timer)]
+        receives = [lambda: None]
+        bootstrap = CUDAGraphStep(bootstrap, generator, timer)
+        estimate_advantages = CUDAGraphStep(estimate_advantages, generator, timer)
+        update = CUDAGraphStep(update, generator, timer)
     elif args.cudagraph:
         say("--cudagraph: needs CUDA, --vec-env device and one rank; the loop runs without graphs")
 
@@ -1823,6 +1889,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
                 if at == 0:
                     order = torch.rand(num_segments, generator=generator, device=device).argsort()
                 segments.copy_(order[at : at + mb_segments])
+                if at == 0 or gae_each_update:
+                    estimate_advantages()
                 update()
                 updates += 1
                 if args.target_kl and approx_kl.item() > args.target_kl:  # sync: of this flag

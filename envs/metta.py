@@ -48,6 +48,10 @@ CARRY = tuple(255 if item == "heart" else 50 for item in ITEMS)  # most that an 
 STATS = tuple(f"{item}.{what}" for what in ("get", "put", "stolen", "lost") for item in ITEMS)
 STATS += ("success", "failed", "attack.win", "attack.loss", "attack.blocked", "frozen_ticks", "tokens_written",
           "tokens_dropped", "hundredths")  # fmt: skip
+# Those that are counted together.
+ATTACKER_STATS = ("frozen_ticks", "laser.lost", "attack.win", "attack.blocked", *(f"{item}.stolen" for item in ITEMS))
+VICTIM_STATS = ("armor.lost", "attack.loss", *(f"{item}.lost" for item in ITEMS))
+TRADE_STATS = tuple(f"{item}.{what}" for what in ("get", "put", "lost") for item in ITEMS)
 EMPTY, WALL, BLOCK, FIRST = 0, 1, 2, 3  # what a cell of the batched map holds; FIRST is the first converter
 # Where the draws of an episode begin: one for each cell, kind of object, room, pillar, first length, order of a step.
 DRAW_CELL, DRAW_COUNT, DRAW_ROOM, DRAW_PILLAR, DRAW_LENGTH, DRAW_ORDER = 0, 1 << 15, 1 << 16, 1 << 17, 1 << 19, 1 << 20
@@ -642,9 +646,10 @@ class MettaBatch:
     `reward` (N,) float32, the rest (N,) bool. Nothing terminates; a truncated game starts its next episode in the same
     step, and `info["final_obs"]` is what each agent saw before that. `info` also holds, as of then, each agent's
     `hearts` (got from altars), `length`, `return` and `stats` (N, len(STATS)) int32. Both observations and the
-    statistics are buffers that the next step overwrites. On CUDA no step waits for the device and all shapes are fixed,
-    so that a graph can capture it. There the agents of an arena act one after another; on CPU all that do not meet act
-    at once.
+    statistics are buffers that the next step overwrites. On CUDA no step waits for the device and all shapes are fixed:
+    a graph can capture it, and torch.compile makes one of it. There the agents of an arena act one after another; on
+    CPU all that do not meet act at once. `fixed_shapes` decides it: set before the first reset, a CPU plays as CUDA
+    does.
     """
 
     def __init__(self, num_games: int, device: torch.device | str = "cpu", seed: int = 0, **rules: Any) -> None:
@@ -676,6 +681,8 @@ class MettaBatch:
         self.cooldown = tensor([0] * FIRST + [rules.book[name].cooldown for name in names] + [0] * rest)
         self.max_output = tensor([0] * FIRST + [rules.book[name].max_output for name in names] + [0] * rest)
         self.carry, self.rate, self.counted = tensor(CARRY), *map(tensor, rules.worth)
+        self.one_laser = tensor([int(item == "laser") for item in ITEMS])
+        self.one_armor = tensor([int(item == "armor") for item in ITEMS])
         self.head = tensor([0] * FIRST + [3] * len(names) + [5] * rest)  # tokens before the items
         self.state_feature = tensor([0] * FIRST + [BUSY << 8] * len(names) + [FROZEN << 8] * rest)
         self.item_feature = tensor([FIRST_ITEM + k << 8 for k in range(len(ITEMS))])
@@ -689,6 +696,7 @@ class MettaBatch:
         self.numbers = torch.arange(rules.num_agents, device=device)
         self.lane = self.lanes.repeat_interleave(rules.num_agents)
         self.code = self.numbers.repeat(lanes) + self.first_agent
+        self.row_code = torch.arange(self.codes, device=device).repeat(lanes)  # of each row
         self.lane_row = self.lane * self.codes
         self.body = self.lane_row + self.code
         self.ahead = tensor([row * width + column for row, column in MOVES])
@@ -698,6 +706,9 @@ class MettaBatch:
         self.nearest_rank = tensor([NEAREST_FIRST.index(n) for n in range(9)])
         self.nearest_first = tensor(NEAREST_FIRST)
         self.action_header = tensor(ACTIONS)
+        self.attacker_stats = tensor([STATS.index(name) for name in ATTACKER_STATS])
+        self.victim_stats = tensor([STATS.index(name) for name in VICTIM_STATS])
+        self.trade_stats = tensor([STATS.index(name) for name in TRADE_STATS])
 
         # How a map is made: the cells of each instance, and what is put on them in the order that is drawn.
         size, kinds = rules.size, {"agent": rules.agents} | dict(rules.objects)
@@ -756,9 +767,8 @@ class MettaBatch:
         self.table[-TOKENS:] = 0xFFFFFF
         initial = tensor([0] * FIRST + [rules.book[name].initial for name in names] + [0] * rest)
         self.inventory.view(lanes, self.codes, -1).copy_((self.makes > 0) * initial[:, None])
-        rows = torch.arange(lanes * self.codes, device=device)
-        self._start_converting(rows, torch.ones_like(rows, dtype=torch.bool))
-        self._write_tokens(rows)
+        self._start_converting(slice(None), self.inventory.clone(), torch.ones_like(self.dirty))
+        self._write_tokens(slice(None))
         self.shown.view(lanes, -1)[:, :FIRST] = tensor([0, 1, 2], torch.uint8)
         self.fresh = [state[0].clone() for state in self._per_row()]
 
@@ -789,7 +799,7 @@ class MettaBatch:
 
         self.episode_key.copy_(_hash(self.key + self.episode))
         self.worth.copy_(self._worth_of_agents())
-        self._write_tokens(torch.arange(len(self.timer), device=self.device))
+        self._write_tokens(slice(None))
         self._write_looks()
         if self.fixed_shapes:
             self._make_spares(self.lanes)
@@ -846,7 +856,7 @@ class MettaBatch:
         """Start a new episode in every lane."""
         if self.fixed_shapes:
             self._make_spares(self.lanes)
-        self._start(self.lanes, torch.ones_like(self.lanes, dtype=torch.bool))
+        self._start(slice(None), torch.ones_like(self.lanes, dtype=torch.bool))
         if self.fixed_shapes:  # the first episode may end before its turn to be made comes
             self._make_spares(self.lanes)
         self._observe(slice(None), self.obs)
@@ -854,7 +864,7 @@ class MettaBatch:
 
     def step(self, action: torch.Tensor):
         rules = self.rules
-        self.clock += 1
+        self.clock.add_(1)
         self.dirty.zero_()
         self._tick()
         # Agents act in the order of `turn`, those that attack first. A frozen one loses its turn.
@@ -863,8 +873,8 @@ class MettaBatch:
         waits = ~attacked & (self.timer[self.body] > 0)
         acts = ~(attacked | waits)
         self.timer[self.body] -= waits.long()
-        self.dirty[self.body] |= waits
-        self._count("frozen_ticks", waits)
+        self._mark_dirty(self.body, waits)
+        self._stat("frozen_ticks").add_(waits)
 
         paints = acts & (action >= PAINT) & (action < GET)
         color = self.painted[(action - PAINT).clamp(0, 3) * 256 + self.color]
@@ -875,16 +885,23 @@ class MettaBatch:
         moves = acts & ((action == FORWARD) | (action == BACK) | (action == SWAP))
         trades = acts & ((action == GET) | (action == PUT))
         there = self.at + self.ahead[self.heading] * torch.where(action == BACK, -1, 1)
+        moved, traded = [], []
         for now in self._rounds(moves | trades, turn, there):
-            self._move(*self._select(moves, now), action, there, success)
-            self._trade(*self._select(trades, now), action, there, success)
-        self._count("success", success)
-        self._count("failed", ~success)
+            moved.append(self._move(*self._select(moves, now), action, there))
+            traded.append(self._trade(*self._select(trades, now), action, there))
+        if moved:
+            agents, goes = map(torch.cat, zip(*moved))
+            success[agents] |= goes
+            agents, gives, gets = map(torch.cat, zip(*traded))
+            success[agents] |= (gives + gets > 0).any(1)
+            self._count((agents, self.trade_stats, torch.cat([gets, gives, gives], 1)))
+        self._stat("success").add_(success)
+        self._stat("failed").add_(~success)
 
         worth = self._worth_of_agents()
         hundredths = worth - self.worth
         self.worth.copy_(worth)
-        self._count("hundredths", hundredths)
+        self._stat("hundredths").add_(hundredths)
         percent = torch.div(self.clock * 255, rules.max_steps, rounding_mode="floor")
         self.header[:, 0] = percent[self.lane]
         self.header[:, 1:3] = self.action_header[action]
@@ -892,8 +909,8 @@ class MettaBatch:
         self._write_tokens(self._select_rows(self.dirty)[0])
         self._write_looks()
         tokens = self._observe(slice(None), self.final_obs)
-        self._count("tokens_written", tokens.clamp(max=TOKENS))
-        self._count("tokens_dropped", (tokens - TOKENS).clamp(min=0))
+        self._stat("tokens_written").add_(tokens.clamp(max=TOKENS))
+        self._stat("tokens_dropped").add_((tokens - TOKENS).clamp(min=0))
 
         ends = self.clock >= self.limit
         truncated = ends[self.lane]
@@ -902,13 +919,13 @@ class MettaBatch:
         info = {"final_obs": self.final_obs, "hearts": hearts, "length": self.clock[self.lane], "return": returns,
                 "stats": self.final_stats}  # fmt: skip
         sums = [truncated, hearts * truncated, info["length"] * truncated, returns * truncated]
-        self.finished += torch.stack(sums).sum(1)
+        self.finished.add_(torch.stack(sums).sum(1))
         self.obs.copy_(self.final_obs)
         if self.fixed_shapes:
             count = -(-self.num_games // min(64, rules.max_steps))
             self._make_spares((self.lanes[:count] + self.spare_turn * count) % self.num_games)
-            self.spare_turn += 1
-            self._start(self.lanes, ends)
+            self.spare_turn.add_(1)
+            self._start(slice(None), ends)
             self._observe(slice(None), self.obs)
         elif ends.any():
             lanes = ends.nonzero().squeeze(1)
@@ -926,13 +943,16 @@ class MettaBatch:
     def _stat(self, name: str) -> torch.Tensor:
         return self.stats[:, STATS.index(name)]
 
-    def _count(self, name: str, number: torch.Tensor) -> None:
-        self._stat(name).add_(number)
+    def _count(self, *parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        """Add numbers (B, some) to some columns of the statistics of agents: (B,) agents, (some,) columns, numbers."""
+        places = [(agents[:, None] * len(STATS) + columns).view(-1) for agents, columns, _ in parts]
+        numbers = [number.view(-1) for _, _, number in parts]
+        self.stats.view(-1).scatter_add_(0, torch.cat(places), torch.cat(numbers).int())
 
-    def _count_items(self, what: str, agents: torch.Tensor, number: torch.Tensor) -> None:
-        """Add (B, items) to the statistics of `agents`, among whom nobody is twice."""
-        column = STATS.index(f"{ITEMS[0]}.{what}")
-        self.stats[agents, column : column + len(ITEMS)] += number.int()
+    def _mark_dirty(self, rows: torch.Tensor, mask: torch.Tensor) -> None:
+        """The tokens of those rows that count are out of date; with fixed shapes all are written anyway."""
+        if not self.fixed_shapes:
+            self.dirty[rows] |= mask
 
     def _select(self, mask: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Agents to work on and which of them count: on CPU only those that need it, on CUDA one of each arena."""
@@ -941,10 +961,10 @@ class MettaBatch:
         agents = (mask & now).nonzero().squeeze(1)
         return agents, mask[agents]
 
-    def _select_rows(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _select_rows(self, mask: torch.Tensor) -> tuple[slice | torch.Tensor, torch.Tensor]:
         """Rows (or lanes) to work on and which of them count: on CPU only those that need it, on CUDA all."""
         if self.fixed_shapes:
-            return torch.arange(len(mask), device=self.device), mask
+            return slice(None), mask
         rows = mask.nonzero().squeeze(1)
         return rows, mask[rows]
 
@@ -979,14 +999,14 @@ class MettaBatch:
         happens = torch.zeros_like(self.dirty).view(self.num_games, -1)
         happens[:, converters] = runs & ((timer == self.cooldown[converters]) | (timer == 0))
         rows, mask = self._select_rows(happens.view(-1))
-        code = rows % self.codes
+        code = self.row_code[rows]
         done = mask & (self.timer[rows] == self.cooldown[code])
-        self.inventory[rows] += self.makes[code] * done[:, None]
-        self._start_converting(rows, mask)
-        self.dirty[rows] |= mask
+        self._start_converting(rows, self.inventory[rows] + self.makes[code] * done[:, None], mask)
+        self._mark_dirty(rows, mask)
 
-    def _start_converting(self, rows: torch.Tensor, mask: torch.Tensor) -> None:
-        code, held = rows % self.codes, self.inventory[rows]
+    def _start_converting(self, rows: slice | torch.Tensor, held: torch.Tensor, mask: torch.Tensor) -> None:
+        """Let those rows that count begin to work if they can; `held` is what is in them from now on."""
+        code = self.row_code[rows]
         needs = self.needs[code]
         room = (held * (self.makes[code] > 0)).sum(1) < self.max_output[code]
         starts = mask & room & (held >= needs).all(1) & (self.timer[rows] == 0)
@@ -1010,15 +1030,14 @@ class MettaBatch:
         most = self.rules.num_agents
         if not self.fixed_shapes:
             most = int(had_turn.view(self.num_games, -1).sum(1).max())
-        for agent in order[:, :most].unbind(1):
-            agent = lanes * self.rules.num_agents + agent
-            row = self.body[agent]
-            frozen = had_turn[agent] & (self.timer[row] > 0)
-            self.timer[row] -= frozen.long()
-            self.stats[agent, STATS.index("frozen_ticks")] += frozen.int()
-            fires = had_turn[agent] & ~frozen & (action[agent] > 0) & (self.inventory[row, LASER] > 0)
-            self.inventory[row, LASER] -= fires.long()
-            self.stats[agent, STATS.index("laser.lost")] += fires.int()
+        order = order[:, :most] + self.lanes[lanes, None] * self.rules.num_agents
+        results = []
+        for agent in order.unbind(1):
+            row, turns = self.body[agent], had_turn[agent]
+            held, rest = self.inventory[row], self.timer[row]
+            frozen = turns & (rest > 0)
+            fires = turns & ~frozen & (action[agent] > 0) & (held[:, LASER] > 0)
+            held = held - fires[:, None] * self.one_laser
 
             seen = self.grid.view(-1)[self.at[agent, None] + self.reach[self.heading[agent]]].long()
             is_agent = seen >= self.first_agent
@@ -1026,68 +1045,72 @@ class MettaBatch:
             aim = torch.where(action[agent] == NEAREST, self.nearest_first[nearest], (action[agent] - 1).clamp(0, 8))
             code = seen.gather(1, aim[:, None]).squeeze(1)
             hits = fires & (code >= self.first_agent)
-            code = torch.where(hits, code, self.code[agent])  # who hits nobody stands in for the target
-            target, victim = self.lane_row[agent] + code, self.lane[agent] * self.rules.num_agents
-            victim = victim + code - self.first_agent
-            blocked = hits & (self.inventory[target, ARMOR] > 0)
+            target = self.lane_row[agent] + torch.where(hits, code, EMPTY)  # nothing is there, and nothing changes
+            victim = self.lane[agent] * self.rules.num_agents + code - self.first_agent
+            victim = torch.where(hits, victim, agent)
+            target_held, target_rest = self.inventory[target], self.timer[target]
+            blocked = hits & (target_held[:, ARMOR] > 0)
             freezes = hits & ~blocked
-            robs = freezes & (self.timer[target] == 0)
-            self.inventory[target, ARMOR] -= blocked.long()
-            self.stats[victim, STATS.index("armor.lost")] += blocked.int()
-            stolen = torch.minimum(self.inventory[target], self.carry - self.inventory[row]) * robs[:, None]
-            self.inventory[row] += stolen
-            self.inventory[target] -= stolen
-            self.timer[target] = torch.where(freezes, self.rules.freeze, self.timer[target])
-            self._count_items("stolen", agent, stolen)
-            self._count_items("lost", victim, stolen)
-            for who, name, number in ((agent, "win", robs), (victim, "loss", robs), (agent, "blocked", blocked)):
-                self.stats[who, STATS.index(f"attack.{name}")] += number.int()
-            success[agent] = torch.where(had_turn[agent], hits, success[agent])
-            self.dirty[row] |= fires | frozen
-            self.dirty[target] |= hits
+            robs = freezes & (target_rest == 0)
+            stolen = torch.minimum(target_held, self.carry - held) * robs[:, None]
+            both = torch.stack([row, target])
+            target_held = target_held - stolen - blocked[:, None] * self.one_armor
+            self.inventory[both] = torch.stack([held + stolen, target_held])
+            target_rest = torch.where(freezes, self.rules.freeze, target_rest)
+            self.timer[both] = torch.stack([rest - frozen.long(), target_rest])
+            results.append((agent, victim, frozen, fires, hits, robs, blocked, stolen))
+            self._mark_dirty(row, fires | frozen)
+            self._mark_dirty(target, hits)
+        if results:
+            agent, victim, frozen, fires, hits, robs, blocked, stolen = map(torch.cat, zip(*results))
+            success[agent] = hits
+            of_attacker = torch.cat([torch.stack([frozen, fires, robs, blocked], 1), stolen], 1)
+            of_victim = torch.cat([torch.stack([blocked, robs], 1), stolen], 1)
+            self._count((agent, self.attacker_stats, of_attacker), (victim, self.victim_stats, of_victim))
         # An attack without a laser in an arena where nobody fires fails; a frozen agent waits as any other.
         return had_turn | (attacks & (self.timer[self.body] == 0)), success
 
-    def _move(self, agents, mask, action, there, success) -> None:
-        """To an empty cell, or swap with a block or a frozen agent; no two of `agents` touch the same cell."""
+    def _move(self, agents, mask, action, there) -> tuple[torch.Tensor, torch.Tensor]:
+        """To an empty cell, or swap with a block or a frozen agent; no two of `agents` touch the same cell.
+
+        Returns `agents` and which of them went.
+        """
         here, there, swap = self.at[agents], there[agents], action[agents] == SWAP
         code = self.grid.view(-1)[there]
         met = code.long()
-        other = self.timer[self.lane_row[agents] + met] > 0
+        is_frozen = self.timer[self.lane_row[agents] + met] > 0
         is_agent = met >= self.first_agent
-        goes = mask & torch.where(swap, (met == BLOCK) | (is_agent & other), met == EMPTY)
+        goes = mask & torch.where(swap, (met == BLOCK) | (is_agent & is_frozen), met == EMPTY)
         own = self.code[agents].byte()
-        self.grid.view(-1)[here] = torch.where(goes, code, own)
-        self.grid.view(-1)[there] = torch.where(goes, own, code)
-        self.at[agents] = torch.where(goes, there, here)
-        pushed = goes & is_agent
+        cells = torch.stack([here, there])
+        self.grid.view(-1)[cells] = torch.where(goes, torch.stack([code, own]), torch.stack([own, code]))
+        pushes = goes & is_agent
         other = self.lane[agents] * self.rules.num_agents + met - self.first_agent
-        other = torch.where(pushed, other, agents)
-        self.at[other] = torch.where(pushed, here, self.at[other])
-        success[agents] |= goes
+        both = torch.stack([agents, torch.where(pushes, other, agents)])  # who pushes nobody is there twice
+        at = torch.where(goes, there, here)
+        self.at[both] = torch.stack([at, torch.where(pushes, here, at)])
+        return agents, goes
 
-    def _trade(self, agents, mask, action, there, success) -> None:
-        """Put one recipe's inputs into the converter ahead or get its outputs; no two of `agents` face the same one."""
-        row, put = self.body[agents], (action[agents] == PUT)[:, None]
+    def _trade(self, agents, mask, action, there) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Put one recipe's inputs into the converter ahead or get its outputs; no two of `agents` face the same one.
+
+        Returns `agents` and what each of them gave and got.
+        """
+        put = (action[agents] == PUT)[:, None]
         code = self.grid.view(-1)[there[agents]].long()
-        target = self.lane_row[agents] + code
-        held, stock = self.inventory[row], self.inventory[target]
+        both = torch.stack([self.body[agents], self.lane_row[agents] + code]).view(-1)
+        held, stock = self.inventory[both].chunk(2)
         gives = torch.minimum(torch.minimum(self.needs[code], held), 255 - stock) * (put & mask[:, None])
         gets = torch.minimum(stock, self.carry - held) * (~put & mask[:, None] & (self.makes[code] > 0))
-        self.inventory[row] = held - gives + gets
-        self.inventory[target] = stock + gives - gets
-        is_converter = mask & (self.max_output[code] > 0)
-        self._start_converting(target, is_converter)
-        self._count_items("get", agents, gets)
-        self._count_items("put", agents, gives)
-        self._count_items("lost", agents, gives)
-        success[agents] |= (gives + gets > 0).any(1)
-        self.dirty[row] |= mask
-        self.dirty[target] |= is_converter
+        held = torch.stack([held - gives + gets, stock + gives - gets]).flatten(0, 1)
+        mask = mask.repeat(2)
+        self._start_converting(both, held, mask)
+        self._mark_dirty(both, mask)
+        return agents, gives, gets
 
-    def _write_tokens(self, rows: torch.Tensor) -> None:
+    def _write_tokens(self, rows: slice | torch.Tensor) -> None:
         """Prepare the tokens of these rows: whether it is busy or frozen, and what it holds."""
-        code, held = rows % self.codes, self.inventory[rows]
+        code, held = self.row_code[rows], self.inventory[rows]
         has, head = held > 0, self.head[code]
         table = self.table[:-TOKENS].view(-1, 16)
         tokens = table[rows]
@@ -1166,7 +1189,7 @@ class MettaBatch:
         grid, at = self._make_maps(_hash(self.key[lanes] + self.episode[lanes] + 1))
         self.spare_grid[lanes], self.spare_at[lanes] = grid, at
 
-    def _start(self, lanes: torch.Tensor, mask: torch.Tensor) -> None:
+    def _start(self, lanes: slice | torch.Tensor, mask: torch.Tensor) -> None:
         """Start the next episode in the lanes that count."""
         rules = self.rules
         self.episode[lanes] += mask.long()
@@ -1175,7 +1198,8 @@ class MettaBatch:
         limit = torch.full_like(key, rules.max_steps)
         if rules.random_first_length:
             limit = torch.where(self.episode[lanes] == 0, 1 + _hash(key + DRAW_LENGTH) % rules.max_steps, limit)
-        new = [(self.grid, grid), (self.at, at + lanes[:, None] * self.cells), (self.episode_key, key[:, None])]
+        at = at + self.lanes[lanes, None] * self.cells
+        new = [(self.grid, grid), (self.at, at), (self.episode_key, key[:, None])]
         new += [(self.limit, limit[:, None]), (self.clock, 0), *zip(self._per_row(), self.fresh)]
         new += [(state, 0) for state in (self.heading, self.color, self.worth, self.stats, self.header)]
         for state, value in new:

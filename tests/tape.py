@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         inputs = {storage_of(leaf)[0] for leaf in leaves if isinstance(leaf, torch.Tensor)}
         problem = self.problem(name, args, leaves, inputs)
         if problem is not None:
-            self.refuse(f"{problem} ({operation})")
+            self.fail(f"{problem} ({operation})")
 
         written = [kwargs.get(key, args[n] if n < len(args) else None) for n, key in written_arguments(operation)]
         written = [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
@@ -209,7 +209,7 @@ class Cuda:
             self.recorder.undo()
             self.recorder = None
 
-    def refuse(self, problem: str) -> NoReturn:
+    def fail(self, problem: str) -> NoReturn:
         """With the line of the script, or of its games, that is being run."""
         frame = sys._getframe()
         while frame is not None and frame.f_globals.get("__name__") not in self.modules:
@@ -222,7 +222,7 @@ class Cuda:
 
         def refusing(*args: Any, **kwargs: Any) -> Any:
             if self.recorder is not None:
-                self.refuse(f"waits for the device ({name})")
+                self.fail(f"waits for the device ({name})")
             return function(*args, **kwargs)
 
         return refusing
@@ -237,7 +237,7 @@ class Cuda:
 
             def step(optimizer) -> None:
                 if self.recorder is not None and not optimizer.capturable:
-                    self.refuse(f"{kind.__name__} is not capturable")
+                    self.fail(f"{kind.__name__} is not capturable")
                 super().step()
 
         return Optimizer

@@ -871,7 +871,7 @@ def test_every_row_of_a_gpu_is_understood_and_what_compiles_comes_last(sizes) ->
                 module = script
             args = benchmark.tyro.cli(module.Args, args=call.keywords["flags"].split())
             assert args.device == "cuda" and args.threads == 1
-            module.resolve(args, CUDA)
+            module.fill_defaults(args, CUDA)
     compiles = ["--compile" in name for _, name, *_ in plan]
     assert compiles == sorted(compiles) and sum(compiles) == 3
 

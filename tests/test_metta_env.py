@@ -1,12 +1,18 @@
 """The MettaGrid rule book rule by rule, and the batched version against it."""
 
 import random
+import re
+import shutil
 import warnings
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import metrics
+from torch._inductor.graph import GraphLowering
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import envs  # noqa: F401  registers the ids
 from benchmark import ARENAS, metta_action, random_hearts, scripted_hearts
@@ -271,6 +277,81 @@ def test_many_lanes_with_fixed_shapes_play_the_same() -> None:
         for ours, theirs in zip(plain.step(action)[:4], masked.step(action)[:4]):
             assert torch.equal(ours, theirs)
     assert plain.episode.min() >= 1
+
+
+COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+
+
+def armed(lanes: int, **rules) -> MettaBatch:
+    """A game with fixed shapes, as on CUDA, whose agents all have lasers and some of them armor."""
+    batch = MettaBatch(lanes, seed=1, **rules)
+    batch.fixed_shapes = True
+    batch.reset()
+    state = state_of(batch)
+    state["inventory"][batch.body, LASER] = 20
+    state["inventory"][batch.body[::2], ARMOR] = 2
+    batch.load_state_dict(state)
+    return batch
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, COMPILER])])
+def test_a_step_with_fixed_shapes_is_one_graph_and_plays_the_same(backend: str) -> None:
+    torch._dynamo.reset()
+    plain, other = armed(3, **BATTLE), armed(3, **BATTLE)
+    step = torch.compile(other.step, fullgraph=True, backend=backend)
+    rng = np.random.default_rng(0)
+    most = torch.zeros(len(STATS), dtype=torch.int32)
+    for _ in range(200):
+        action = torch.as_tensor(rng.integers(25, size=plain.num_agents))
+        ours, theirs = plain.step(action), step(action)
+        for our, their in zip(ours[:4], theirs[:4]):
+            assert torch.equal(our, their)
+        for name in ours[4]:
+            assert torch.equal(ours[4][name], theirs[4][name]), name
+        most = most.maximum(ours[4]["stats"].amax(0))
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+    needed = "attack.win attack.loss attack.blocked armor.lost frozen_ticks laser.stolen ore_red.get"
+    assert not [name for name in needed.split() if not most[STATS.index(name)]] and plain.episode.min() >= 1
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations; a view of a tensor is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_compiled_step_launches_a_tenth(monkeypatch) -> None:
+    """Kernels that inductor writes for it here; on CUDA it joins about the same."""
+    batch = armed(64)
+    action = torch.zeros(batch.num_agents, dtype=torch.int64)
+    with Launches() as eager:
+        batch.step(action)
+    written = []
+
+    def only_written(graph: GraphLowering) -> None:
+        written.append(graph.codegen()[0].value)
+        raise NotImplementedError("nothing is compiled")
+
+    monkeypatch.setattr(GraphLowering, "_compile_to_module", only_written)
+    torch._dynamo.reset()
+    metrics.reset()
+    # Sums into rows that are named by a tensor are kernels on CUDA too.
+    options = {"force_disable_caches": True, "cpp.fallback_scatter_reduce_sum": False}
+    with inductor_config.patch(options), pytest.raises(Exception, match="nothing is compiled"):
+        torch.compile(batch.step, fullgraph=True)(action)
+    calls = len(re.findall(r"= (?:torch\.ops\.|aten\.|extern_kernels\.)", written[0]))
+    assert metrics.generated_kernel_count + calls < eager.number / 10, (
+        metrics.generated_kernel_count,
+        calls,
+        eager.number,
+    )
 
 
 # The rules, one by one, in an arena with nothing in it but what is put there.

@@ -19,6 +19,7 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
 import ppo_metta
@@ -240,9 +241,11 @@ def test_networks_ignore_padding_and_order_but_not_places(network: str) -> None:
     assert not torch.allclose(agent.encoder(moved)[0], out[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("fixed_shapes", [False, True], ids=["cpu", "fixed shapes"])
 @pytest.mark.parametrize("rnn", ["lstm", "gru", "none"])
-def test_memory_against_torch_and_reset_at_the_start_of_episodes(rnn: str) -> None:
+def test_memory_against_torch_and_reset_at_the_start_of_episodes(rnn: str, fixed_shapes: bool) -> None:
     agent, obs = agent_of(rnn=rnn), torch.stack([tokens(2, steps) for steps in range(5, 11)])
+    agent.fixed_shapes = fixed_shapes
     state, never = torch.randn(12, agent.state_size), torch.zeros(6, 12, dtype=torch.bool)
     logits, value, after = agent(obs, state, never)
     if rnn != "none":
@@ -262,6 +265,55 @@ def test_memory_against_torch_and_reset_at_the_start_of_episodes(rnn: str) -> No
     torch.testing.assert_close(got[3:, 4], fresh[:, 4], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got[:, :4], logits[:, :4])
     assert (rnn == "none") == torch.allclose(got[3:, 4], logits[3:, 4], atol=1e-6)
+
+
+@pytest.mark.parametrize("rnn", ["lstm", "gru"])
+def test_steps_of_the_memory_are_those_of_the_layer(rnn: str) -> None:
+    """What CUDA computes in plain steps, beside what a CPU asks nn.LSTM and nn.GRU for: results and gradients."""
+    agent, x, reset = agent_of(rnn=rnn), torch.randn(7, 5, 16, requires_grad=True), torch.rand(7, 5) < 0.3
+    state, weight = torch.randn(5, agent.state_size, requires_grad=True), torch.randn(7, 5, 16)
+    found = []
+    for fixed_shapes in (False, True):
+        agent.fixed_shapes = fixed_shapes
+        hidden, after = agent.remember(x, state, reset)
+        loss = (hidden * weight).sum() + after.square().sum()
+        found.append([hidden, after, *torch.autograd.grad(loss, [x, state, *agent.rnn.parameters()])])
+    for layers, steps in zip(*found):
+        torch.testing.assert_close(steps, layers, atol=1e-5, rtol=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """Names of what runs, and the dtypes of what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        tensors = results if isinstance(results, (tuple, list)) else [results]
+        self.found += [(function.overloadpacket.__name__, t.dtype) for t in tensors if isinstance(t, torch.Tensor)]
+        return results
+
+
+@pytest.mark.parametrize("rnn", ["lstm", "gru"])
+def test_half_precision_of_the_memory_is_that_of_autocast_and_of_matmuls_only(rnn: str) -> None:
+    """cuDNN's layers compute in float16 under autocast in bfloat16 too, unscaled: small gradients become 0."""
+    args = fill_defaults(Args(**QUICK | {"rnn": rnn}), CPU)
+    assert Agent(args, Games(args, 1, CPU, 0), torch.device("meta")).fixed_shapes  # so it is on CUDA
+    agent, reset = agent_of(rnn=rnn), torch.zeros(6, 5, dtype=torch.bool)
+    agent.fixed_shapes = True
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Operations() as operations:
+        hidden, state = agent.remember(torch.randn(6, 5, 16), torch.randn(5, agent.state_size), reset)
+        hidden.sum().backward()
+    names = {name for name, _ in operations.found}
+    assert not [name for name in names if "rnn" in name or "lstm" in name or "gru" in name]
+    assert {dtype for _, dtype in operations.found} == {torch.float32, torch.bfloat16, torch.bool}
+    forward = operations.found[: [name for name, _ in operations.found].index("sum")]
+    assert {dtype for name, dtype in forward if name in ("sigmoid", "tanh", "stack", "cat")} == {torch.float32}
+    matmuls = [dtype for name, dtype in forward if name in ("mm", "addmm")]
+    assert matmuls == [torch.bfloat16] * (1 + 6)  # one for the inputs, one a step
+    assert hidden.dtype == state.dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------------------------ rollouts
@@ -372,6 +424,30 @@ def test_minibatches_take_every_segment_once_an_epoch(run, monkeypatch) -> None:
     assert len(asked) == 2 * 4
     for epoch in (asked[:4], asked[4:]):
         assert sorted(sum(epoch, [])) == list(range(48))
+
+
+@pytest.mark.parametrize("flags, each_update", [({"bptt_horizon": 16}, 0), ({}, 1), ({"prio_alpha": 0.5}, 1)], ids=str)
+def test_advantages_are_those_of_now_with_as_few_calls_as_will_do(run, monkeypatch, flags, each_update) -> None:
+    """An update changes values and ratios; where no later one of the epoch can see them, once an epoch is enough."""
+    calls, moved, gae_of, index_of = [], [], ppo_metta.gae, Rollout.index
+
+    def recording(*given):
+        calls.append((given, gae_of(*given)))
+        return calls[-1][1]
+
+    def comparing(b, segments):
+        given, advantage = calls[-1]
+        now = gae_of(*given)  # of the same tensors as they are by now
+        moved.append(not torch.equal(now, advantage))
+        index = index_of(b, segments)
+        assert torch.equal(now.flatten()[index], advantage.flatten()[index])
+        return index
+
+    monkeypatch.setattr(ppo_metta, "gae", recording)
+    monkeypatch.setattr(Rollout, "index", comparing)
+    run(update_epochs=2, log_every=1e9, **flags)
+    assert len(moved) == 4 * 2 * 4 and any(moved) == (not each_update)
+    assert len(calls) == 4 * 2 * (4 if each_update else 1) + 1  # and the log's
 
 
 def test_prioritised_segments_are_those_with_large_advantages(run, monkeypatch) -> None:
@@ -930,6 +1006,46 @@ main(Args(eval_every=0.1, **flags))
 )
 
 
+OVERFLOW = (
+    RANK_FLAGS
+    + """
+agents, optimizers, scalers, losses = [], [], [], []
+agent_init, ppo_loss = ppo_metta.Agent.__init__, ppo_metta.ppo_loss
+adam, scaler_of = torch.optim.Adam, torch.amp.GradScaler
+def keep_agent(self, *given):
+    agent_init(self, *given)
+    agents.append(self)
+def keep_optimizer(*given, **more):
+    optimizers.append(adam(*given, **more))
+    return optimizers[-1]
+def keep_scaler(*given, **more):
+    scalers.append(scaler_of(*given, **more))
+    return scalers[-1]
+def overflowing(*given):
+    losses.append(0)
+    loss, parts = ppo_loss(*given)
+    return loss * (1e36 if RANK == 1 and len(losses) == 2 else 1), parts
+ppo_metta.Agent.__init__, torch.optim.Adam, torch.amp.GradScaler = keep_agent, keep_optimizer, keep_scaler
+ppo_metta.ppo_loss, ppo_metta.evaluate = overflowing, lambda *given: {}
+ppo_metta.pick_precision = lambda *given: torch.float16
+main(Args(total_timesteps=2 * 12 * 8 * 3, rnn="none", **flags))
+steps = optimizers[0].state_dict()["state"][0]["step"].item()
+torch.save([agents[0].state_dict(), scalers[0].get_scale(), steps, len(losses)], f"rank{RANK}.pt")
+"""
+)
+
+
+def test_all_ranks_skip_an_update_that_overflows_on_one(tmp_path) -> None:
+    """With gradient scaling as --fp16 has it on CUDA: what one rank steps with and another does not would be NaN."""
+    ranks = start_ranks(tmp_path, OVERFLOW)
+    said = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    (weights, scale, steps, updates), other = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert all(value.isfinite().all() for value in weights.values())
+    assert all(torch.equal(value, other[0][name]) for name, value in weights.items())
+    assert (updates, steps, scale) == (6, 5, 2**15) == (other[3], other[2], other[1])
+
+
 def test_control_c_during_the_evaluation_of_one_rank_ends_all(tmp_path) -> None:
     ranks = start_ranks(tmp_path, INTERRUPTED)
     while "evaluates" not in ranks[0].stdout.readline():
@@ -973,6 +1089,27 @@ def test_switches_that_cannot_be_active_say_so_in_one_line(run, capsys, flag) ->
     summary, _ = run(**{flag: True})
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"--{flag}")]
     assert len(said) == 1 and "CUDA" in said[0] and summary["precision"] == "float32" and not summary["cudagraph"]
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True], ids=["cpu", "fixed shapes"])
+def test_games_of_fixed_shapes_are_compiled_and_begin_as_they_were(run, monkeypatch, fixed_shapes) -> None:
+    compiled, init = [], MettaBatch.__init__
+
+    def keep(function, mode, *example, **options):
+        compiled.append(function.__name__)
+        function(*example)  # as `compiled` does it, to see whether it works
+        return function
+
+    def fixed(self, *given, **rules):
+        init(self, *given, **rules)
+        self.fixed_shapes = fixed_shapes
+
+    plain = checkpoint(run(run_name="plain")[1])
+    monkeypatch.setattr(MettaBatch, "__init__", fixed)
+    monkeypatch.setattr(ppo_metta, "compiled", keep)
+    other = checkpoint(run(compile=True)[1])
+    assert compiled == ["policy", "gae", "loss_of", *(["step"] if fixed_shapes else [])]
+    assert all(torch.equal(value, other[name]) for name, value in plain.items() if name.startswith(("agent", "games")))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
@@ -1146,10 +1283,20 @@ def test_defaults_follow_the_game_unless_a_flag_or_preset_says_otherwise() -> No
     chosen = [fill_defaults(Args(device="cpu", env_id=game), CPU) for game in games]
     assert [args.gamma for args in chosen] == [0.97, 0.95, 0.9]
     assert [args.num_envs for args in chosen] == [128, 128, 32]
+    assert [args.num_minibatches for args in chosen] == [16, 16, 16]
     assert [args.vec_env for args in chosen] == ["device", "device", "subproc"]
     assert [args.ent_coef for args in chosen] == [0.005, 0.005, 0.001]
     assert fill_defaults(Args(device="cpu", env_id="mettagrid", num_envs=64), CPU).num_envs == 64
     assert fill_defaults(dataclasses.replace(PRESETS["original"], env_id="mettagrid"), CPU).gamma == 0.99
+
+
+@pytest.mark.parametrize("game, agents, games, parts", [
+    ("MettaArena-v0", 6, 8192, 32), ("MettaNavigation-v0", 4, 8192, 32), ("mettagrid", 8, 32, 16)
+])  # fmt: skip
+def test_a_gpu_gets_thousands_of_games(game, agents, games, parts) -> None:
+    args = fill_defaults(Args(env_id=game), torch.device("cuda"))
+    assert (args.num_envs, args.num_minibatches) == (games, parts)
+    check_sizes(args, agents * games, 256)
 
 
 def test_rules_reach_the_games() -> None:
@@ -1551,6 +1698,31 @@ def test_graphs_learn_what_eager_learns(run, monkeypatch, flags) -> None:
     assert torch.equal(checkpoint(eager)["generator"], checkpoint(graphs)["generator"])
     moved, difference = agent_weights(eager) - first, agent_weights(graphs) - agent_weights(eager)
     assert moved.norm() > 0.3 and difference.norm() < 0.05 * moved.norm()
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("rnn", ["lstm", "gru"])
+def test_small_gradients_pass_the_memory_in_bf16(rnn) -> None:
+    """In float16 nearly all of these would be 0."""
+    args = fill_defaults(Args(**QUICK | {"rnn": rnn, "device": "cuda"}), torch.device("cuda"))
+    agent = Agent(args, Games(args, 1, CPU, 0), torch.device("cuda"))
+    x, reset = torch.randn(8, 64, 16, device="cuda", requires_grad=True), torch.zeros(8, 64, dtype=bool, device="cuda")
+    grads = []
+    for enabled in (False, True):
+        with torch.autocast("cuda", torch.bfloat16, enabled=enabled, cache_enabled=False):
+            hidden, state = agent.remember(x, torch.zeros(64, agent.state_size, device="cuda"), reset)
+        assert hidden.dtype == state.dtype == torch.float32
+        grads.append(torch.autograd.grad(1e-9 * hidden.sum(), x)[0])
+    assert (grads[1] - grads[0]).norm() < 0.05 * grads[0].norm()
+
+
+@pytest.mark.gpu
+@CUDA
+def test_a_gpu_names_the_flags_that_should_make_it_faster(run, capsys) -> None:
+    run(device="cuda")
+    run(device="cuda", bf16=True, cudagraph=True, compile=True, run_name="fast")
+    assert capsys.readouterr().out.count("should make it faster") == 1
 
 
 @pytest.mark.gpu
