@@ -535,6 +535,36 @@ class Broadcast:
                     return version, updates
 
 
+class Publisher:
+    """Brings the learner's weights to `broadcast`; from CUDA, if `asynchronous`, while it goes on learning.
+
+    One copy is under way at most, so the CPU queues no more than two hand-outs' worth of updates ahead of the GPU.
+    """
+
+    def __init__(self, broadcast: Broadcast, asynchronous: bool) -> None:
+        self.broadcast = broadcast
+        self.copied = torch.cuda.Event() if asynchronous else None
+        self.weights = None  # under way
+        self.updates = 0  # after so many
+
+    def publish(self, weights: torch.Tensor, updates: int) -> None:
+        if self.copied is None:
+            self.broadcast.publish(weights, updates)
+            return
+        if self.weights is not None:
+            self.copied.synchronize()  # sync: learning is more than --sync-every updates behind
+            self.poll()
+        self.weights = weights.to("cpu", non_blocking=True)  # into pinned memory
+        self.updates = updates
+        self.copied.record()
+
+    def poll(self) -> None:
+        """Hand out weights that have arrived."""
+        if self.weights is not None and self.copied.query():
+            self.broadcast.publish(self.weights, self.updates)
+            self.weights = None
+
+
 class Collector:
     """Plays the games of collector `number` with its own copy of the weights. `start` counts the starts of them all."""
 
@@ -1632,6 +1662,8 @@ def main(args: Args) -> dict:
 
     broadcast = Broadcast(flat())
     broadcast.publish(flat(), updates)
+    # In turn, what is played next must not depend on how long a copy takes: the seed decides all of the run.
+    publisher = Publisher(broadcast, asynchronous=device.type == "cuda" and args.num_collectors > 0)
     fleet = Collectors(args, broadcast, starts)
     in_turn = None if args.num_collectors else Collector(args, 0, starts, fleet.rings[0], broadcast)
     counted = 0
@@ -1672,11 +1704,12 @@ def main(args: Args) -> dict:
                 if updates % args.target_network_frequency == 0:
                     torch._foreach_lerp_(target_weights, weights, args.tau)
                 if updates % args.sync_every == 0:
-                    broadcast.publish(flat(), updates)  # sync: on CUDA, weights go to the CPU
+                    publisher.publish(flat(), updates)
                 watch.mark("learn")
             elif not new and not in_turn:
                 time.sleep(0.001)
                 watch.mark("wait")
+            publisher.poll()
 
             # 4 log, evaluate, save
             if due("log"):

@@ -217,6 +217,39 @@ def test_weights_are_never_torn() -> None:
     assert max(seen) == 2999 and len(seen) > 5
 
 
+def test_weights_of_a_gpu_are_handed_out_when_they_have_arrived(monkeypatch) -> None:
+    """Not before, none twice, and those under way before the next ones."""
+
+    class Event:
+        arrived, waits = False, 0
+
+        def record(self) -> None:
+            self.arrived = False
+
+        def query(self) -> bool:
+            return self.arrived
+
+        def synchronize(self) -> None:
+            self.arrived = True
+            self.waits += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    broadcast, got = Broadcast(torch.zeros(3)), torch.zeros(3)
+    publisher = script.Publisher(broadcast, asynchronous=True)
+    publisher.publish(torch.full((3,), 1.0), 5)
+    publisher.poll()
+    assert broadcast.version == 0
+    publisher.copied.arrived = True
+    publisher.poll()
+    publisher.poll()
+    assert broadcast.fetch(got) == (1, 5) and (got == 1).all()
+    publisher.publish(torch.full((3,), 2.0), 10)
+    assert publisher.copied.waits == 0
+    publisher.publish(torch.full((3,), 3.0), 15)
+    assert publisher.copied.waits == 1
+    assert broadcast.fetch(got) == (2, 10) and (got == 2).all()
+
+
 def test_another_processor_gets_locks_and_says_so(run, monkeypatch, capsys, in_threads) -> None:
     assert not hasattr(script.make_fence(), "lock")
     monkeypatch.setattr(script, "ORDERED", False)
@@ -1576,12 +1609,15 @@ def test_between_two_logs_nothing_waits_for_the_gpu() -> None:
     args = dataclasses.replace(args_of(num_collectors=1), device="cuda")
     replay, history = Replay(args, CUDA), history_of(args, 90, 0, crashes=True)
     generator, beta = torch.Generator(CUDA), torch.ones((), device=CUDA)
+    publisher = script.Publisher(Broadcast(torch.zeros(1000)), asynchronous=True)
+    weights = torch.ones(1000, device=CUDA)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for first in range(0, 90, 9):
             replay.store(0, stack_blocks(history[first : first + 9]))
             *_, slot = replay.sample(8, generator, beta)
             replay.judge(slot, torch.zeros(8, device=CUDA))
+        publisher.publish(weights, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     plain = Replay(args_of(num_collectors=1), CPU)
@@ -1589,3 +1625,6 @@ def test_between_two_logs_nothing_waits_for_the_gpu() -> None:
         plain.store(0, stack_blocks(history[first : first + 9]))
     for name in ("frame", "action", "reward", "end", "depth", "starts"):
         assert torch.equal(getattr(replay, name).cpu(), getattr(plain, name)), name
+    torch.cuda.synchronize()
+    publisher.poll()
+    assert publisher.broadcast.slots[1].eq(1).all()
