@@ -116,7 +116,7 @@ class Args:
     weight_decay: float = 1e-5
     """AdamW's decay"""
     buffer_size: int | None = None
-    """frames the replay holds (None: 100,000 on CPU, 1,000,000 on CUDA)"""
+    """frames the replay holds (None: 100,000 on CPU; 1,000,000 on CUDA, or what fits there)"""
     gamma: float = 0.97
     """discount"""
     n_step: int = 3
@@ -209,6 +209,9 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
     real = args.env_id == "SuperMarioBros"
     defaults = DEFAULTS[device.type] | {"envs_per_collector": 1 if real else 16} | DEFAULTS[args.preset]
+    if device.type == "cuda":
+        room = 0.8 * torch.cuda.mem_get_info(device)[0]
+        defaults["buffer_size"] = min(defaults["buffer_size"], int(room / Replay.slot_bytes(args)))
     if args.total_timesteps is None:
         defaults["max_seconds"] = 900.0
     collectors = defaults["num_collectors"] if args.num_collectors is None else args.num_collectors
@@ -304,8 +307,10 @@ class QNetwork(nn.Module):
 
     @staticmethod
     def see(obs: torch.Tensor) -> torch.Tensor:
-        # Channels last makes gradients faster (10 ms, not 15, for 32 on one core), and forward passes alone slower.
-        layout = torch.channels_last if torch.is_grad_enabled() else torch.contiguous_format
+        # On CUDA, channels last is the layout of the tensor cores. On a CPU it makes gradients faster (10 ms, not 15,
+        # for 32 on one core), and forward passes alone slower.
+        channels_last = obs.is_cuda or torch.is_grad_enabled()
+        layout = torch.channels_last if channels_last else torch.contiguous_format
         return obs.to(torch.float32, memory_format=layout).div_(255)
 
     def judge(self, x: torch.Tensor) -> torch.Tensor:
@@ -531,6 +536,36 @@ class Broadcast:
                     return version, updates
 
 
+class Publisher:
+    """Brings the learner's weights to `broadcast`; from CUDA, if `asynchronous`, while it goes on learning.
+
+    One copy is under way at most, so the CPU queues no more than two hand-outs' worth of updates ahead of the GPU.
+    """
+
+    def __init__(self, broadcast: Broadcast, asynchronous: bool) -> None:
+        self.broadcast = broadcast
+        self.copied = torch.cuda.Event() if asynchronous else None
+        self.weights = None  # under way
+        self.updates = 0  # after so many
+
+    def publish(self, weights: torch.Tensor, updates: int) -> None:
+        if self.copied is None:
+            self.broadcast.publish(weights, updates)
+            return
+        if self.weights is not None:
+            self.copied.synchronize()  # sync: learning is more than --sync-every updates behind
+            self.poll()
+        self.weights = weights.to("cpu", non_blocking=True)  # into pinned memory
+        self.updates = updates
+        self.copied.record()
+
+    def poll(self) -> None:
+        """Hand out weights that have arrived."""
+        if self.weights is not None and self.copied.query():
+            self.broadcast.publish(self.weights, self.updates)
+            self.weights = None
+
+
 class Collector:
     """Plays the games of collector `number` with its own copy of the weights. `start` counts the starts of them all."""
 
@@ -678,6 +713,25 @@ class Collectors:
             process.join()
 
 
+def to_device(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Tensors of the CPU on `device`: one copy for them all, which nobody waits for. For a CPU they stay as they are.
+
+    They are packed into pinned memory, which PyTorch does not give to anybody else before it has been copied.
+    """
+    if device.type == "cpu":
+        return tensors
+    sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors.values()]  # so that each begins where any dtype may
+
+    def unpacked(packed: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = zip(tensors.items(), packed.split(sizes))
+        return {name: part[: x.nbytes].view(x.dtype).view(x.shape) for (name, x), part in parts}
+
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for name, part in unpacked(packed).items():
+        part.copy_(tensors[name])
+    return unpacked(packed.to(device, non_blocking=True))
+
+
 class Replay:
     """The last `buffer_size` frames of all games, each stored once, drawn by priority, with n-step returns.
 
@@ -697,25 +751,24 @@ class Replay:
         self.rows, self.stack, self.size = args.buffer_size // self.games, args.stack, args.size
         self.n_step, self.alpha, self.actions = args.n_step, args.alpha, args.actions
         slots = self.games * self.rows
-        needed = slots * (args.size**2 + 12)
-        if device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info(device)[0]:
-            say(f"the replay's {needed / 2**30:.1f} GiB do not fit the GPU; it lives in pinned host memory instead")
-            device = torch.device("cpu")
-        check_memory("--buffer-size", args.buffer_size, args.size**2 + 12, device)
-        pinned = device.type == "cpu" and torch.cuda.is_available() and args.device != "cpu"
+        check_memory("--buffer-size", args.buffer_size, self.slot_bytes(args), device)
 
         def ring(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype, device=device, pin_memory=pinned)
+            return torch.zeros(slots, *shape, dtype=dtype, device=device)
 
         self.frame, self.action, self.reward = ring(torch.uint8, args.size**2), ring(torch.int8), ring(torch.float32)
         self.end, self.depth, self.starts = ring(torch.uint8), ring(torch.uint8), ring(torch.bool)
         self.priority = torch.zeros(-(-slots // self.BLOCK) * self.BLOCK, device=device)  # |TD error| ** alpha
         self.top = torch.ones((), device=device)
         self.written = np.zeros(self.games, np.int64)  # slots, by game
-        self.device, self.kib = device, needed / slots / 1024
+        self.device, self.kib = device, self.slot_bytes(args) / 1024
         self.back = torch.arange(args.stack - 1, -1, -1, device=device)
         self.ahead = torch.arange(args.n_step + 1, device=device)
         self.discounts = args.gamma ** self.ahead.float()
+
+    @staticmethod
+    def slot_bytes(args: Args) -> int:
+        return args.size**2 + 12
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         names = "frame action reward end depth starts priority top".split()
@@ -736,42 +789,54 @@ class Replay:
 
     def store(self, first: int, block: dict[str, torch.Tensor]) -> None:
         """Blocks (blocks, games, ...) of the collector whose first game is `first`, as `Ring.fields` has them."""
-        end, length = (block[name].numpy() for name in ("end", "length"))
-        over = end != GOES_ON
+        end, length = block["end"].numpy(), block["length"].numpy()
+        over, begins = end != GOES_ON, length == 1
         game = first + np.broadcast_to(np.arange(end.shape[1]), end.shape)
         row = self.written[game] + np.arange(len(end))[:, None] + over.cumsum(0) - over
         depth = np.minimum(length - 1, self.stack - 1)
+        # The slots of the steps, then those of the final frames.
+        games = np.concatenate([game.ravel(), game[over]])
+        rows = np.concatenate([row.ravel(), row[over] + 1])
+        depths = np.concatenate([depth.ravel(), np.minimum(depth[over] + 1, self.stack - 1)])
 
         def slot(game: np.ndarray, row: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(game * self.rows + row % self.rows).flatten().to(self.device)
+            return torch.from_numpy(game * self.rows + row % self.rows)
 
-        def put(ring: torch.Tensor, at: torch.Tensor, values: torch.Tensor | np.ndarray) -> None:
-            ring[at] = torch.as_tensor(values).flatten().to(self.device, ring.dtype)
+        new = {
+            "frame": block["frame"].flatten(2).flatten(0, 1),
+            "final": block["final"][torch.from_numpy(over)].flatten(1),
+            "action": block["action"].flatten().to(self.action.dtype),
+            "reward": block["reward"].flatten(),
+            "end": block["end"].flatten().to(self.end.dtype),
+            "depth": torch.from_numpy(depths.astype(np.uint8)),
+            "slot": slot(games, rows),
+            "incomplete": slot(games, rows + self.stack - 1),  # older frames of theirs are overwritten
+            "ready": slot(games, rows - self.n_step),
+            "newest": slot(game[begins], row[begins] - 1),
+            "before": slot(game[begins], row[begins] - 2),
+        }
+        new = to_device(new, self.device)  # from here on nothing comes from the CPU: each copy would wait for the GPU
+        at, last = new["slot"].split([end.size, int(over.sum())])
+        self.frame[at] = new["frame"]
+        self.frame[last] = new["final"]
+        self.action[at] = new["action"]
+        self.reward[at] = new["reward"]
+        self.end[at] = new["end"]
+        self.end.index_fill_(0, last, GOES_ON)
+        self.depth[new["slot"]] = new["depth"]
+        self.starts.index_fill_(0, at, True)
+        self.starts.index_fill_(0, last, False)
 
-        at, last = slot(game, row), slot(game[over], row[over] + 1)
-        self.frame[at] = block["frame"].flatten(2).flatten(0, 1).to(self.device)
-        self.frame[last] = block["final"][torch.from_numpy(over)].flatten(1).to(self.device)
-        put(self.action, at, block["action"])
-        put(self.reward, at, block["reward"])
-        put(self.end, at, end)
-        put(self.depth, at, depth)
-        self.starts[at] = True
-        self.end[last], self.starts[last] = GOES_ON, False
-        put(self.depth, last, np.minimum(depth[over] + 1, self.stack - 1))
         # A game whose collector died is cut off where the next one begins: its newest slot, which no final frame
         # follows, is an observation only, and the step that led there its last.
-        begins = length == 1
-        newest = slot(game[begins], row[begins] - 1)
+        newest, before = new["newest"], new["before"]
         cut = self.starts[newest] & (self.end[newest] == GOES_ON)
-        self.starts[newest[cut]] = False
-        before = slot(game[begins], row[begins] - 2)[cut]
-        self.end[before] = self.end[before].clamp(min=TRUNCATED)
+        self.starts[newest] = self.starts[newest] & ~cut
+        self.end[before] = torch.where(cut, self.end[before].clamp(min=TRUNCATED), self.end[before])
 
-        games, rows = np.concatenate([game.ravel(), game[over]]), np.concatenate([row.ravel(), row[over] + 1])
-        self.priority[slot(games, rows)] = 0
-        self.priority[slot(games, rows + self.stack - 1)] = 0
-        ready = slot(games, rows - self.n_step)
-        self.priority[ready] = torch.where(self.starts[ready], self.top, 0)
+        self.priority.index_fill_(0, new["slot"], 0)
+        self.priority.index_fill_(0, new["incomplete"], 0)
+        self.priority[new["ready"]] = self.top * self.starts[new["ready"]]
         self.written[first : first + end.shape[1]] += len(end) + over.sum(0)
 
     def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
@@ -803,17 +868,19 @@ class Replay:
         steps = counts.sum(1)
         reward = (self.reward[ahead] * counts * self.discounts[:-1]).sum(1)
         discount = self.discounts[steps] * ~((end == TERMINATED) & (counts == 1)).any(1)
-        return [self.look(first, row), self.action[slot], reward, discount, self.look(first, row + steps)]
+        frames = self.look(torch.cat([first, first]), torch.cat([row, row + steps]))
+        obs, next_obs = frames.split(len(slot))
+        return [obs, self.action[slot], reward, discount, next_obs]
 
     def sample(self, batch_size: int, generator: torch.Generator, beta: torch.Tensor) -> list[torch.Tensor]:
         """What `gather` gives, importance weights (Schaul et al. 2016, section 3.4; largest 1), and the slots."""
         slot = self.draw(batch_size, generator)
         priority = self.priority[slot]
-        return [*self.gather(slot), (priority / priority.min()) ** -beta.to(self.device), slot]
+        return [*self.gather(slot), (priority / priority.min()) ** -beta, slot]
 
     def judge(self, slot: torch.Tensor, td_error: torch.Tensor) -> None:
         """New priorities; the highest ever is what new transitions get."""
-        priority = (td_error.abs().nan_to_num(0, 0).to(self.device) + 1e-3) ** self.alpha
+        priority = (td_error.abs().nan_to_num(0, 0) + 1e-3) ** self.alpha
         self.priority[slot] = priority
         self.top.copy_(torch.maximum(self.top, priority.max()))
 
@@ -1331,14 +1398,14 @@ def main(args: Args) -> dict:
     target_network.load_state_dict(q_network.state_dict())
     weights, target_weights = list(q_network.parameters()), list(target_network.parameters())
     replay = Replay(args, device)
-    graphs = args.cudagraph and device.type == "cuda" and replay.device == device
+    graphs = args.cudagraph and device.type == "cuda"
     learning_rate = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.AdamW(
         weights, lr=learning_rate, weight_decay=args.weight_decay, fused=True, capturable=graphs
     )
     init_adam(optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    generator = torch.Generator(replay.device).manual_seed(args.seed)
+    generator = torch.Generator(device).manual_seed(args.seed)
     beta = torch.tensor(args.beta, device=device)
     learned = torch.zeros(2, device=device)  # sums of loss and q since the last log
     samples, games = args.batch_size * args.accumulate, args.envs_per_collector
@@ -1362,7 +1429,7 @@ def main(args: Args) -> dict:
             "target_network": target_network.state_dict(),
             "optimizer": optimizer.state_dict()["state"],
             "scaler": scaler.state_dict(),
-            "device": replay.device.type,  # of the generator
+            "device": device.type,  # of the generator
             "generator": generator.get_state(),
             "global_step": global_step,
             "updates": updates,
@@ -1380,14 +1447,14 @@ def main(args: Args) -> dict:
             del expected["replay"]
         if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
             del expected["scaler"]
-        same_device = saved.get("device") == replay.device.type
+        same_device = saved.get("device") == device.type
         if not same_device:
             del expected["device"], expected["generator"]
         flags = SHAPES + (" and --buffer-size, --num-collectors, --envs-per-collector" if "replay" in expected else "")
         check_layout(asked, saved, expected, flags)
         try:
             if same_device:
-                torch.Generator(replay.device).set_state(saved["generator"])
+                torch.Generator(device).set_state(saved["generator"])
             if "replay" in expected:
                 replay.load_state_dict(saved["replay"])
         except (RuntimeError, ValueError) as error:
@@ -1440,6 +1507,8 @@ def main(args: Args) -> dict:
     say(f"{folder} on {device_name} in {precision}")
     if not args.bf16 and device.type == "cpu" and bf16_speedup() > 1.2:
         say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
+    if device.type == "cuda" and not (args.bf16 and args.cudagraph):
+        say("on CUDA --bf16 and --cudagraph should make it faster; no GPU has measured it yet")
     if args.num_collectors > CORES:
         say(f"--num-collectors {args.num_collectors}: there are {CORES} cores, so they and the learner take turns")
     if not ORDERED:
@@ -1526,7 +1595,7 @@ def main(args: Args) -> dict:
             scalars |= {"losses/td_loss": loss / learns, "losses/q_values": q / learns}
         if device.type == "cuda":
             scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
-            with suppress(ImportError, RuntimeError):  # without NVML
+            with suppress(Exception):  # NVML missing, or an error of its own
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
         write_scalars(writer, scalars, global_step)
         line = "[COLLECT] " + "  ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in COUNTS)
@@ -1591,7 +1660,7 @@ def main(args: Args) -> dict:
         optimizer.zero_grad()
         for _ in range(args.accumulate):
             *batch, slot = replay.sample(args.batch_size, generator, beta)
-            loss, q, td_error = loss_step(*(part.to(device, non_blocking=True) for part in batch))
+            loss, q, td_error = loss_step(*batch)
             scaler.scale(loss / args.accumulate).backward()
             replay.judge(slot, td_error)
             learned.add_(torch.stack([loss.detach(), q]) / args.accumulate)
@@ -1603,13 +1672,13 @@ def main(args: Args) -> dict:
     # --- switches: they wrap `loss_of` and `update` ---------------------------------------------------------------
     loss_step = loss_of
     if args.compile:
-        some = torch.zeros(args.batch_size, args.stack, args.size, args.size, dtype=torch.uint8, device=device)
-        zeros = torch.zeros(args.batch_size, device=device)
-        loss_step = try_compile(loss_of, args.compile_mode, some, zeros.to(torch.int8), zeros, zeros, some, zeros)
+        example = replay.gather(torch.zeros(args.batch_size, dtype=torch.int64, device=device))
+        importance = torch.zeros(args.batch_size, device=device)
+        loss_step = try_compile(loss_of, args.compile_mode, *example, importance)
     if graphs:
         update = CUDAGraphStep(update, generator, timer)
     elif args.cudagraph:
-        say("--cudagraph: needs CUDA, and the replay on it; the loop runs without graphs")
+        say("--cudagraph: needs CUDA; the loop runs without graphs")
 
     # --- the loop -------------------------------------------------------------------------------------------------
     def flat() -> torch.Tensor:
@@ -1626,6 +1695,8 @@ def main(args: Args) -> dict:
 
     broadcast = Broadcast(flat())
     broadcast.publish(flat(), updates)
+    # In turn, what is played next must not depend on how long a copy takes: the seed decides all of the run.
+    publisher = Publisher(broadcast, asynchronous=device.type == "cuda" and args.num_collectors > 0)
     fleet = Collectors(args, broadcast, starts)
     in_turn = None if args.num_collectors else Collector(args, 0, starts, fleet.rings[0], broadcast)
     counted = 0
@@ -1666,11 +1737,12 @@ def main(args: Args) -> dict:
                 if updates % args.target_network_frequency == 0:
                     torch._foreach_lerp_(target_weights, weights, args.tau)
                 if updates % args.sync_every == 0:
-                    broadcast.publish(flat(), updates)  # sync: on CUDA, weights go to the CPU
+                    publisher.publish(flat(), updates)
                 timer.lap("learn")
             elif not new and not in_turn:
                 time.sleep(0.001)
                 timer.lap("wait")
+            publisher.poll()
 
             # 4 log, evaluate, save
             if due("log"):
@@ -1705,7 +1777,7 @@ def main(args: Args) -> dict:
         "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
         "compiled": loss_step is not loss_of,
-        "cudagraph": graphs,
+        "cudagraph": graphs and update.graph is not None,
         "sdpa": None,
         "env_steps": global_step,
         "wall_seconds": wall_seconds,

@@ -1126,7 +1126,7 @@ def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options
     """`function` compiled, or as it is where that fails: compilation is lazy, so only a call shows whether it works."""
     try:
         compiled = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
-        try_compile(*example)
+        compiled(*example)
         return compiled
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:120]

@@ -979,7 +979,7 @@ def test_rows_on_a_gpu_end_when_their_time_or_that_of_all_is_over(gpu, monkeypat
     [
         (partial(int, "a | b"), "failed: ValueError: invalid literal for int() with base 10: 'a / b'"),
         (partial(exec, "raise MemoryError"), "failed: out of memory"),
-        (partial(benchmark.dqn_snake.refuse, "--x 1: must be 2"), "failed: dqn_snake.py: --x 1: must be 2"),
+        (partial(benchmark.dqn_snake.fail, "--x 1: must be 2"), "failed: dqn_snake.py: --x 1: must be 2"),
         (partial(os._exit, 3), "failed: its process ended with exit code 3"),
         (partial(os.abort), "failed: its process ended with exit code -6"),
         (partial(__import__, "no_such_package"), "not measured: no_such_package is not installed"),

@@ -18,12 +18,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import dqn_mario_async as script
 from dqn_mario_async import SPAWN, Args, Broadcast, QNetwork, Replay, Ring, end_epsilons, fill_defaults, main, td_target
 from envs import playing
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+META = torch.device("meta")  # stands for a GPU: what would wait for one fails there by itself
 ROOT = Path(__file__).parent.parent
 QUICK = dict(
     device="cpu", num_collectors=0, envs_per_collector=6, size=48, channels=4, hidden_size=16, batch_size=8,
@@ -212,6 +216,39 @@ def test_weights_are_never_torn() -> None:
         assert version == updates and got[0] == updates and (got == got[0]).all()
         seen.add(version)
     assert max(seen) == 2999 and len(seen) > 5
+
+
+def test_weights_of_a_gpu_are_handed_out_when_they_have_arrived(monkeypatch) -> None:
+    """Not before, none twice, and those under way before the next ones."""
+
+    class Event:
+        arrived, waits = False, 0
+
+        def record(self) -> None:
+            self.arrived = False
+
+        def query(self) -> bool:
+            return self.arrived
+
+        def synchronize(self) -> None:
+            self.arrived = True
+            self.waits += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    broadcast, got = Broadcast(torch.zeros(3)), torch.zeros(3)
+    publisher = script.Publisher(broadcast, asynchronous=True)
+    publisher.publish(torch.full((3,), 1.0), 5)
+    publisher.poll()
+    assert broadcast.version == 0
+    publisher.copied.arrived = True
+    publisher.poll()
+    publisher.poll()
+    assert broadcast.fetch(got) == (1, 5) and (got == 1).all()
+    publisher.publish(torch.full((3,), 2.0), 10)
+    assert publisher.copied.waits == 0
+    publisher.publish(torch.full((3,), 3.0), 15)
+    assert publisher.copied.waits == 1
+    assert broadcast.fetch(got) == (2, 10) and (got == 2).all()
 
 
 def test_another_processor_gets_locks_and_says_so(run, monkeypatch, capsys, in_threads) -> None:
@@ -426,6 +463,77 @@ def test_new_transitions_enter_at_top_priority_and_alpha_0_is_uniform() -> None:
     uniform = Replay(args_of(alpha=0.0), CPU)
     uniform.judge(torch.tensor([1, 2]), torch.tensor([0.1, 100.0]))
     assert uniform.priority[1] == uniform.priority[2] == 1
+
+
+class Launches(TorchDispatchMode):
+    """Operations on META, and copies between it and the CPU. Pinned memory is plain memory here.
+
+    With `data`, what goes to META stays on the CPU instead.
+    """
+
+    def __init__(self, data: bool = False) -> None:
+        super().__init__()
+        self.data, self.launches, self.copies = data, [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        if self.data and kwargs.get("device") == META:
+            kwargs["device"] = CPU
+        result = function(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        devices = {tensor.device for tensor in tensors}
+        if META in devices and not function.is_view:
+            self.launches.append(str(function))
+        # x[index] = number: on CUDA it is put together on the CPU.
+        number = META in devices and str(function) == "aten.scalar_tensor.default"
+        if number or len(devices) > 1:
+            self.copies.append((str(function), kwargs.get("non_blocking", False)))
+        return result
+
+
+def test_a_ring_read_is_one_copy_that_nobody_waits_for() -> None:
+    """And after it neither storing nor drawing takes anything from the CPU, or waits."""
+    args = args_of(num_collectors=1)
+    replay = Replay(args, META)
+    blocks = stack_blocks(history_of(args, 40, 0, crashes=True))
+    assert (blocks["end"] > 0).any() and (blocks["length"][1:] == 1).all(1).any()
+    with Launches() as store:
+        replay.store(0, blocks)
+    assert store.copies == [("aten._to_copy.default", True)]
+    assert len(store.launches) <= 28, store.launches
+    generator, beta = torch.Generator(), torch.ones((), device=META)
+    with Launches() as learn:
+        *_, slot = replay.sample(8, generator, beta)
+        replay.judge(slot, torch.zeros(8, device=META))
+    assert not learn.copies
+    assert 0 < len(learn.launches) <= 74, learn.launches
+
+
+def test_packed_for_a_gpu_or_not_the_replay_is_the_same(monkeypatch) -> None:
+    args, to_device, packed = args_of(num_collectors=1), script.to_device, []
+
+    def through_packing(tensors: dict, device: torch.device) -> dict:
+        with Launches(data=True):
+            packed.append(to_device(tensors, META))
+        return packed[-1]
+
+    plain, other = Replay(args, CPU), Replay(args, CPU)
+    history = history_of(args, 90, 0, crashes=True)
+    for first in range(0, 90, 9):
+        plain.store(0, stack_blocks(history[first : first + 9]))
+    monkeypatch.setattr(script, "to_device", through_packing)
+    for first in range(0, 90, 9):
+        other.store(0, stack_blocks(history[first : first + 9]))
+    assert len(packed) == 10 and len({part.untyped_storage().data_ptr() for part in packed[-1].values()}) == 1
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_the_default_replay_is_what_fits_the_gpu(monkeypatch) -> None:
+    for free, fits in ((2**40, 1_000_000), (2**30, int(0.8 * 2**30 / (84**2 + 12)))):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2**40))
+        for flags, size in (({}, fits), ({"preset": "original"}, 50_000), ({"buffer_size": 400_000}, 400_000)):
+            assert fill_defaults(Args(threads=1, num_collectors=1, **flags), CUDA).buffer_size == size
 
 
 def test_replay_takes_less_than_8_kib_a_transition() -> None:
@@ -734,6 +842,7 @@ def test_speeds_count_the_steps_of_their_seconds_only(run, monkeypatch, in_threa
 
 def test_collectors_are_asked_to_end_before_they_are_killed(run) -> None:
     """And main leaves the process as it found it."""
+    torch.optim.AdamW([torch.zeros(1)])  # the first of a process sets an environment variable
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     environment, threads, before = dict(os.environ), torch.get_num_threads(), shm()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -899,6 +1008,15 @@ def test_a_resumed_run_has_what_was_saved(run, monkeypatch) -> None:
     for n, moments in before["optimizer"].items():
         assert all(torch.equal(after["optimizer"][n][name], value) for name, value in moments.items())
     assert torch.equal(after["generator"], before["generator"])
+
+
+def test_a_run_goes_on_in_float16(run, monkeypatch) -> None:
+    """Whose gradients are scaled; the run so far had no scaler."""
+    _, folder = run(total_timesteps=400)
+    assert not checkpoint(folder)["scaler"]
+    monkeypatch.setattr(script, "pick_precision", lambda *_: torch.float16)
+    summary, _ = run(resume=str(folder), total_timesteps=1000)
+    assert summary["precision"] == "float16" and checkpoint(folder)["scaler"]["_growth_tracker"] > 10
 
 
 def test_after_a_resume_the_options_are_those_asked_for(run, monkeypatch) -> None:
@@ -1484,3 +1602,30 @@ def test_graphs_learn_what_eager_learns(run, flags) -> None:
     expected, got = checkpoint(eager)["q_network"], checkpoint(graphs)["q_network"]
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_between_two_logs_nothing_waits_for_the_gpu() -> None:
+    args = dataclasses.replace(args_of(num_collectors=1), device="cuda")
+    replay, history = Replay(args, CUDA), history_of(args, 90, 0, crashes=True)
+    generator, beta = torch.Generator(CUDA), torch.ones((), device=CUDA)
+    publisher = script.Publisher(Broadcast(torch.zeros(1000)), asynchronous=True)
+    weights = torch.ones(1000, device=CUDA)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for first in range(0, 90, 9):
+            replay.store(0, stack_blocks(history[first : first + 9]))
+            *_, slot = replay.sample(8, generator, beta)
+            replay.judge(slot, torch.zeros(8, device=CUDA))
+        publisher.publish(weights, 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    plain = Replay(args_of(num_collectors=1), CPU)
+    for first in range(0, 90, 9):
+        plain.store(0, stack_blocks(history[first : first + 9]))
+    for name in ("frame", "action", "reward", "end", "depth", "starts"):
+        assert torch.equal(getattr(replay, name).cpu(), getattr(plain, name)), name
+    torch.cuda.synchronize()
+    publisher.poll()
+    assert publisher.broadcast.slots[1].eq(1).all()
