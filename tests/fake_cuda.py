@@ -521,7 +521,7 @@ def training_loop(script: ModuleType) -> tuple[str, range]:
 
 def watch_phases(script: ModuleType) -> None:
     """Launches belong to the phase whose mark comes next. In a capture nobody marks."""
-    mark = script.PhaseTimer.mark
+    mark = script.PhaseTimer.lap
 
     def counting_mark(self: Any, phase: str = "") -> None:
         mark(self, phase)
@@ -530,12 +530,12 @@ def watch_phases(script: ModuleType) -> None:
             WATCH.marks[phase] += 1
             WATCH.phase.clear()
 
-    script.PhaseTimer.mark = counting_mark
+    script.PhaseTimer.lap = counting_mark
 
 
 def shorten(script: ModuleType) -> None:
     """Episodes of the arena are as long as its rules say, and a GIF has many frames."""
-    script.GIF_FRAMES = 3
+    importlib.import_module("envs.playing").MAX_GIF_FRAMES = 3
     if script.__name__ == "ppo_metta":
         for rules in script.VARIANTS.values():
             rules["max_steps"] = 16
@@ -547,7 +547,7 @@ def run(script: ModuleType, flags: list[str]) -> dict[str, Any]:
     entry, loop = training_loop(script)
     WATCH = Watch(loop, entry)
     sys.argv = [f"{script.__name__}.py", *flags]
-    parsed = script.parse()
+    parsed = script.parse_args()
     with MODE:
         summary = script.main(*parsed) if isinstance(parsed, tuple) else script.main(parsed)
     return {

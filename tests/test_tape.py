@@ -16,7 +16,8 @@ import dqn_mario_async
 import dqn_snake
 import dqn_snake_sb3_compat
 import envs.metta
-import envs.snake
+import envs.snake_batch
+import envs.snake_view
 import ppo_metta
 
 ROOT = Path(__file__).parent.parent
@@ -96,7 +97,7 @@ def train(monkeypatch, script: ModuleType, folder: Path, **flags: Any) -> tuple[
 
     with monkeypatch.context() as patch:
         patch.setattr(script, "write_scalars", write_scalars)
-        cuda = install(patch, script, envs.snake, envs.metta)
+        cuda = install(patch, script, envs.snake_batch, envs.snake_view, envs.metta)
         summary = script.main(script.Args(**flags))
     saved = torch.load(folder / flags["run_name"] / "checkpoint.pt", weights_only=True)
     state = leaves("", {name: part for name, part in saved.items() if name not in TIMES.split()})
@@ -132,7 +133,7 @@ def test_graphs_lead_where_the_loop_leads(monkeypatch, tmp_path, script, flags) 
 # ------------------------------------------------------------------------------------------- broken on purpose
 
 
-EPSILON = "epsilon.fill_(epsilon_at(progress(), args.start_e, args.end_e, args.exploration_fraction))"
+EPSILON = "epsilon.fill_(linear_schedule(args.start_e, args.end_e, args.exploration_fraction, progress()))"
 BROKEN = {  # script, what stands there, what is put in its place, and why that is refused: None if it is captured
     "epsilon as a float": (dqn_snake, EPSILON, EPSILON.replace("epsilon.fill_(", "epsilon = np.float64("), None),
     "learning rate as a float": (
@@ -149,20 +150,20 @@ BROKEN = {  # script, what stands there, what is put in its place, and why that 
     ),
     "buffer bound anew": (
         dqn_snake,
-        "self.size.add_(1).clamp_(max=self.rows)",
-        "self.size = (self.size + 1).clamp(max=self.rows)",
+        "self.size.add_(1).clamp_(max=self.capacity)",
+        "self.size = (self.size + 1).clamp(max=self.capacity)",
         None,
     ),
     "memory of a tensor bound anew": (
         dqn_snake_sb3_compat,
-        "for old, new in ((weights, moved), (exp_avg, mean), (exp_avg_sq, square)):",
-        "exp_avg.data = mean.clone()\n    for old, new in ((weights, moved), (exp_avg_sq, square)):",
+        "exp_avg.copy_(torch.where(finite, new_exp_avg, exp_avg))",
+        "exp_avg.data = torch.where(finite, new_exp_avg, exp_avg)",
         None,
     ),
     "mask in the loop": (
         dqn_snake,
-        "action = torch.where(explores, random, policy_step(obs))",
-        "action = policy_step(obs)\n        action[explores] = random[explores]",
+        "action = torch.where(explore, random_action, policy_step(obs))",
+        "action = policy_step(obs)\n        action[explore] = random_action[explore]",
         "a mask as an index",
     ),
     "number by index": (dqn_snake, "self.gamma * ~terminated", "self.gamma", "a number from the host"),
@@ -194,6 +195,7 @@ def test_what_is_broken_is_caught(monkeypatch, tmp_path, name) -> None:
     broken = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(broken)
     broken.evaluate = lambda *_: {}
+    broken.np = np
     broken.other_generator = torch.Generator().manual_seed(5)
 
     _, eager, _ = train(monkeypatch, broken, tmp_path)
