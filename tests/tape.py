@@ -58,8 +58,10 @@ class Autocast(torch.autocast):
 
 
 class GradScaler(torch.amp.GradScaler):
-    def __init__(self, device_type: str, *args: Any, **options: Any) -> None:
-        super().__init__("cpu", *args, **options)
+    """It begins with so large a scale that the first updates overflow: replays have to skip some, too."""
+
+    def __init__(self, device_type: str, **options: Any) -> None:
+        super().__init__("cpu", init_scale=2.0**26, **options)
 
 
 class Stream:
@@ -112,7 +114,7 @@ class Recorder(TorchDispatchMode):
         inputs = {storage_of(leaf)[0] for leaf in leaves if isinstance(leaf, torch.Tensor)}
         problem = self.problem(name, args, leaves, inputs)
         if problem is not None:
-            self.fail(f"{problem} ({operation})")
+            self.refuse(f"{problem} ({operation})")
 
         written = [kwargs.get(key, args[n] if n < len(args) else None) for n, key in written_arguments(operation)]
         written = [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
@@ -209,7 +211,7 @@ class Cuda:
             self.recorder.undo()
             self.recorder = None
 
-    def fail(self, problem: str) -> NoReturn:
+    def refuse(self, problem: str) -> NoReturn:
         """With the line of the script, or of its games, that is being run."""
         frame = sys._getframe()
         while frame is not None and frame.f_globals.get("__name__") not in self.modules:
@@ -222,7 +224,7 @@ class Cuda:
 
         def refusing(*args: Any, **kwargs: Any) -> Any:
             if self.recorder is not None:
-                self.fail(f"waits for the device ({name})")
+                self.refuse(f"waits for the device ({name})")
             return function(*args, **kwargs)
 
         return refusing
@@ -237,7 +239,7 @@ class Cuda:
 
             def step(optimizer) -> None:
                 if self.recorder is not None and not optimizer.capturable:
-                    self.fail(f"{kind.__name__} is not capturable")
+                    self.refuse(f"{kind.__name__} is not capturable")
                 super().step()
 
         return Optimizer
@@ -251,6 +253,9 @@ class Torch:
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
         self.optim = SimpleNamespace(Adam=cuda.optimizer(torch.optim.Adam), AdamW=cuda.optimizer(torch.optim.AdamW))
+
+    def empty(self, *size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return torch.empty(*size, **options)  # memory of a CPU without a GPU cannot be pinned
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
