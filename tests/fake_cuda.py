@@ -117,7 +117,7 @@ def wait(what: str) -> None:
         note(WATCH.waits, what, found)
 
 
-def fail(what: str) -> None:
+def refuse(what: str) -> None:
     """In a capture only."""
     if CAPTURE is not None:
         note(WATCH.refused, what, places())
@@ -246,7 +246,7 @@ def dispatch(func, args: tuple, kwargs: dict) -> Any:
     if torch.Tag.nondeterministic_seeded in func.tags:
         generator = kwargs.get("generator")
         if generator is not None and CAPTURE is not None and generator._cdata not in CAPTURE.generators:
-            fail(f"{name} with a generator that the graph does not know")
+            refuse(f"{name} with a generator that the graph does not know")
 
     call = STAND_INS.get(name, func)
     result = call(*inner_args, **inner_kwargs)
@@ -313,7 +313,7 @@ def look_at_copy(name: str, args: tuple, kwargs: dict, to_gpu: bool) -> None:
     if not non_blocking or not (pinned or to_gpu):
         wait(f"{name} {direction}")
     elif not pinned:
-        fail(f"{name} {direction} from memory that is not pinned")
+        refuse(f"{name} {direction} from memory that is not pinned")
 
 
 # ------------------------------------------------------------------------------- kernels that only a GPU has

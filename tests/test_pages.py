@@ -474,7 +474,7 @@ SETTINGS = {  # phrases with numbers that nobody measured
 def prose(page: str) -> str:
     """A page without what `benchmark.py` wrote, what says that it was typed by hand, and code. Line ends are spaces."""
     text = (ROOT / page).read_text()
-    text = re.sub(r"<!-- [\w-]+ cpu -->.*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!-- [\w-]+ (?:cpu|cuda) -->.*?<!-- end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     text = re.sub(r"\*\*By hand, all of this section:\*\*.*?(?=\n## |\Z)", "", text, flags=re.DOTALL)
     kept, by_hand = [], False
