@@ -58,8 +58,10 @@ class Autocast(torch.autocast):
 
 
 class GradScaler(torch.amp.GradScaler):
-    def __init__(self, device_type: str, *args: Any, **options: Any) -> None:
-        super().__init__("cpu", *args, **options)
+    """It begins with so large a scale that the first updates overflow: replays have to skip some, too."""
+
+    def __init__(self, device_type: str, **options: Any) -> None:
+        super().__init__("cpu", init_scale=2.0**26, **options)
 
 
 class Stream:
