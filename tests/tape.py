@@ -254,6 +254,9 @@ class Torch:
         self.cuda = cuda
         self.optim = SimpleNamespace(Adam=cuda.optimizer(torch.optim.Adam), AdamW=cuda.optimizer(torch.optim.AdamW))
 
+    def empty(self, *size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return torch.empty(*size, **options)  # memory of a CPU without a GPU cannot be pinned
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
