@@ -18,12 +18,12 @@ NO_FAKE = "a fake CUDA needs Linux, g++ and a PyTorch without CUDA"
 CAN_FAKE = sys.platform == "linux" and shutil.which("g++") is not None and torch.version.cuda is None
 COMMON = "--threads 1 --log-every 0.001 --eval-every 0 --checkpoint-every 0"
 FLAGS = {
+    "ppo_metta": "--agents 6 --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 2 --hidden-size 16"
+    " --eval-episodes 6",
     "dqn_snake": "--board 4x4 --num-envs 8 --batch-size 16 --learning-starts 8 --buffer-size 800 --hidden-size 16"
     " --exploration-fraction 1 --eval-episodes 8",
     "dqn_snake_sb3_compat": "--board 8x8 --num-envs 2 --batch-size 8 --learning-starts 4 --buffer-size 400"
     " --train-freq 1 --target-update-interval 8 --exploration-fraction 0.01 --eval-episodes 2",
-    "ppo_metta": "--agents 6 --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 2 --hidden-size 16"
-    " --eval-episodes 6",
     "dqn_mario_async": "--num-collectors 0 --envs-per-collector 2 --ring-blocks 4 --buffer-size 600 --batch-size 4"
     " --learning-starts 40 --channels 2 --hidden-size 16 --size 48 --eval-episodes 2",
 }
