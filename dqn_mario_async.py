@@ -1735,7 +1735,8 @@ def main(args: Args) -> dict:
                 updates += 1
                 seen["updates"] += 1
                 if updates % args.target_network_frequency == 0:
-                    torch._foreach_lerp_(target_weights, weights, args.tau)
+                    with torch.no_grad():  # else each update would lengthen a graph that nobody needs, for ever
+                        torch._foreach_lerp_(target_weights, weights, args.tau)
                 if updates % args.sync_every == 0:
                     publisher.publish(flat(), updates)
                 timer.lap("learn")

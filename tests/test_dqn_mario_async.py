@@ -1191,6 +1191,19 @@ def test_the_target_network_copies_or_follows(run) -> None:
     assert distance(run(tau=1e-6, run_name="still")[1]) > distance(run(tau=0.5, run_name="soft")[1]) > 0
 
 
+def test_the_target_network_has_no_gradients(run, monkeypatch) -> None:
+    """Each update would lengthen the graph that leads to it, which takes 6 KiB, for ever."""
+    lerp, requires_grad = torch._foreach_lerp_, []
+
+    def watched(target_weights: list, weights: list, tau: float) -> None:
+        lerp(target_weights, weights, tau)
+        requires_grad.extend(weight.requires_grad for weight in target_weights)
+
+    monkeypatch.setattr(torch, "_foreach_lerp_", watched)
+    run(total_timesteps=300)
+    assert requires_grad and not any(requires_grad)
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_in_one_line(run, monkeypatch, capsys, tmp_path) -> None:
     smooth_l1_loss, calls = F.smooth_l1_loss, []
 
