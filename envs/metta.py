@@ -1076,14 +1076,13 @@ class MettaBatch:
         Returns `agents` and which of them went.
         """
         here, there, swap = self.at[agents], there[agents], action[agents] == SWAP
-        code = self.grid.view(-1)[there]
-        met = code.long()
+        met = self.grid.view(-1)[there].long()
         is_frozen = self.timer[self.lane_row[agents] + met] > 0
         is_agent = met >= self.first_agent
         goes = mask & torch.where(swap, (met == BLOCK) | (is_agent & is_frozen), met == EMPTY)
-        own = self.code[agents].byte()
+        own = self.code[agents]
         cells = torch.stack([here, there])
-        self.grid.view(-1)[cells] = torch.where(goes, torch.stack([code, own]), torch.stack([own, code]))
+        self.grid.view(-1)[cells] = torch.where(goes, torch.stack([met, own]), torch.stack([own, met])).byte()
         pushes = goes & is_agent
         other = self.lane[agents] * self.rules.num_agents + met - self.first_agent
         both = torch.stack([agents, torch.where(pushes, other, agents)])  # who pushes nobody is there twice
