@@ -1104,7 +1104,8 @@ def main(args: Args) -> dict:
         nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
         scaler.step(optimizer)
         scaler.update()
-        torch._foreach_lerp_(target_weights, weights, args.tau)
+        with torch.no_grad():  # else each update would lengthen a graph that nobody needs, for ever
+            torch._foreach_lerp_(target_weights, weights, args.tau)
         loss_and_q_sum.add_(torch.stack([loss.detach(), q]))
 
     def log() -> None:

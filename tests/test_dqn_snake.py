@@ -698,6 +698,19 @@ def test_evaluation_does_not_count_into_speed(run, monkeypatch) -> None:
     assert summary["env_steps_per_second"] > fast / 3 and summary["wall_seconds"] > 1
 
 
+def test_the_target_network_has_no_gradients(run, monkeypatch) -> None:
+    """Each update would lengthen the graph that leads to it, for ever."""
+    lerp, requires_grad = torch._foreach_lerp_, []
+
+    def watched(target_weights: list, weights: list, tau: float) -> None:
+        lerp(target_weights, weights, tau)
+        requires_grad.extend(weight.requires_grad for weight in target_weights)
+
+    monkeypatch.setattr(torch, "_foreach_lerp_", watched)
+    run(total_timesteps=300)
+    assert requires_grad and not any(requires_grad)
+
+
 def test_the_gif_moves(run) -> None:
     from PIL import Image
 
