@@ -248,8 +248,7 @@ def dispatch(func, args: tuple, kwargs: dict) -> Any:
         if generator is not None and CAPTURE is not None and generator._cdata not in CAPTURE.generators:
             refuse(f"{name} with a generator that the graph does not know")
 
-    call = STAND_INS.get(name, func)
-    result = call(*inner_args, **inner_kwargs)
+    result = func(*inner_args, **inner_kwargs)
     made = []
 
     def wrap(value: Any) -> Any:
@@ -274,7 +273,7 @@ def dispatch(func, args: tuple, kwargs: dict) -> Any:
     if on_gpu and not to_host and not func.is_view and name not in FREE and name not in WAITS:
         WATCH.phase[name.removeprefix("aten::")] += 1
         if CAPTURE is not None:
-            CAPTURE.tape.append((call, inner_args, inner_kwargs, made))
+            CAPTURE.tape.append((func, inner_args, inner_kwargs, made))
     return wrapped
 
 
@@ -314,66 +313,6 @@ def look_at_copy(name: str, args: tuple, kwargs: dict, to_gpu: bool) -> None:
         wait(f"{name} {direction}")
     elif not pinned:
         refuse(f"{name} {direction} from memory that is not pinned")
-
-
-# ------------------------------------------------------------------------------- kernels that only a GPU has
-
-
-def lstm_cell(input_gates, hidden_gates, cell, input_bias=None, hidden_bias=None):
-    """Hidden state, cell and the four gates after their functions."""
-    gates = input_gates + hidden_gates
-    if input_bias is not None:
-        gates = gates + input_bias + hidden_bias
-    i, f, g, o = gates.chunk(4, 1)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-    new_cell = f * cell + i * g
-    return o * new_cell.tanh(), new_cell, torch.cat([i, f, g, o], 1)
-
-
-def lstm_cell_backward(grad_hidden, grad_cell, cell, new_cell, gates, has_bias):
-    i, f, g, o = gates.chunk(4, 1)
-    squashed = new_cell.tanh()
-    through = torch.zeros_like(cell) if grad_cell is None else grad_cell
-    grad_o = torch.zeros_like(o)
-    if grad_hidden is not None:
-        grad_o = grad_hidden * squashed * o * (1 - o)
-        through = through + grad_hidden * o * (1 - squashed * squashed)
-    grad_i = through * g * i * (1 - i)
-    grad_f = through * cell * f * (1 - f)
-    grad_g = through * i * (1 - g * g)
-    grad_gates = torch.cat([grad_i, grad_f, grad_g, grad_o], 1)
-    return grad_gates, through * f, grad_gates.sum(0) if has_bias else None
-
-
-def gru_cell(input_gates, hidden_gates, hidden, input_bias=None, hidden_bias=None):
-    """Hidden state; reset and update gate, the new state, the old one and its share of the new one."""
-    if input_bias is not None:
-        input_gates, hidden_gates = input_gates + input_bias, hidden_gates + hidden_bias
-    input_r, input_z, input_n = input_gates.chunk(3, 1)
-    hidden_r, hidden_z, hidden_n = hidden_gates.chunk(3, 1)
-    r, z = (input_r + hidden_r).sigmoid(), (input_z + hidden_z).sigmoid()
-    n = (input_n + r * hidden_n).tanh()
-    return n + z * (hidden - n), torch.cat([r, z, n, hidden, hidden_n], 1)
-
-
-def gru_cell_backward(grad, workspace, has_bias):
-    r, z, n, hidden, hidden_n = workspace.chunk(5, 1)
-    grad_n = grad * (1 - z) * (1 - n * n)
-    grad_z = grad * (hidden - n) * z * (1 - z)
-    grad_r = grad_n * hidden_n * r * (1 - r)
-    grad_input = torch.cat([grad_r, grad_z, grad_n], 1)
-    grad_hidden = torch.cat([grad_r, grad_z, grad_n * r], 1)
-    biases = (grad_input.sum(0), grad_hidden.sum(0)) if has_bias else (None, None)
-    return grad_input, grad_hidden, grad * z, *biases
-
-
-STAND_INS = {
-    "aten::_thnn_fused_lstm_cell": lstm_cell,
-    "aten::_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
-    "aten::_thnn_fused_gru_cell": gru_cell,
-    "aten::_thnn_fused_gru_cell_backward": gru_cell_backward,
-    "aten::_fused_sdp_choice": lambda *args, **kwargs: 0,  # attention in matmuls
-}
 
 
 # ------------------------------------------------------------------------------------------------- torch.cuda
@@ -445,8 +384,8 @@ class CUDAGraph:
             self.has_run = True
             return
         with _disable_current_modes(), torch.no_grad():
-            for call, args, kwargs, made in self.tape:
-                again = call(*args, **kwargs)
+            for func, args, kwargs, made in self.tape:
+                again = func(*args, **kwargs)
                 if made:
                     again = [again] if isinstance(again, torch.Tensor) else again
                     new = [tensor for tensor in again if isinstance(tensor, torch.Tensor)]
