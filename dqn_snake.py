@@ -590,7 +590,8 @@ def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options
     """`function` compiled, or as it is where that fails: compilation is lazy, so only a call shows whether it works."""
     try:
         compiled = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
-        compiled(*example)
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # else it may fail in the loop
+            compiled(*example)
         return compiled
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:120]
@@ -640,7 +641,9 @@ class CUDAGraphStep:
             reason = str(error).strip().splitlines()[0][:120]
             say(f"--cudagraph: failed ({reason}); the loop goes on without this graph")
             self.graph = None
-            self.generator.graphsafe_set_state(self.generator.clone_state())  # the old one still is in a capture
+            default_generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            for generator in (self.generator, default_generator):  # their old states still take part in the capture
+                generator.graphsafe_set_state(generator.clone_state())
         self.timer.lap()  # capturing counts nowhere
 
 
@@ -1169,7 +1172,8 @@ def main(args: Args) -> dict:
         some_obs = obs[torch.arange(args.batch_size) % args.num_envs]
         zeros = torch.zeros(args.batch_size, device=device)
         policy_step = try_compile(policy, args.compile_mode, obs)
-        loss_step = try_compile(td_loss, args.compile_mode, some_obs, zeros.to(torch.int8), zeros, zeros, some_obs)
+        example = [some_obs, zeros.to(torch.int8), zeros, zeros.clone(), some_obs.clone()]  # no tensor twice
+        loss_step = try_compile(td_loss, args.compile_mode, *example)
         if envs.fixed_shapes:  # eager, a step of the games is some 240 kernels
             before = {name: tensor.clone() for name, tensor in envs.state_dict().items()}
             env_step = try_compile(envs.step, args.compile_mode, torch.zeros_like(envs.head))

@@ -1126,7 +1126,8 @@ def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options
     """`function` compiled, or as it is where that fails: compilation is lazy, so only a call shows whether it works."""
     try:
         compiled = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
-        compiled(*example)
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # else it may fail in the loop
+            compiled(*example)
         return compiled
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:120]
@@ -1176,7 +1177,9 @@ class CUDAGraphStep:
             reason = str(error).strip().splitlines()[0][:120]
             say(f"--cudagraph: failed ({reason}); the loop goes on without this graph")
             self.graph = None
-            self.generator.graphsafe_set_state(self.generator.clone_state())  # the old one still is in a capture
+            default_generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            for generator in (self.generator, default_generator):  # their old states still take part in the capture
+                generator.graphsafe_set_state(generator.clone_state())
         self.timer.lap()
 
 

@@ -109,6 +109,11 @@ class NoGraph:
         raise AssertionError("nothing was captured")
 
 
+def generator() -> SimpleNamespace:
+    states = []
+    return SimpleNamespace(clone_state=lambda: "fresh", graphsafe_set_state=states.append, states=states)
+
+
 @pytest.fixture
 def capture_fails(monkeypatch) -> None:
     """Streams that do nothing, and a capture that ends as one of an operation that waits does."""
@@ -119,6 +124,8 @@ def capture_fails(monkeypatch) -> None:
     for name, stub in {"Stream": NoStream, "current_stream": NoStream, "CUDAGraph": NoGraph, "graph": graph}.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator()])
 
 
 def test_a_failed_capture_says_so_and_the_loop_goes_on(capture_fails, capsys, recwarn) -> None:
@@ -130,12 +137,13 @@ def test_a_failed_capture_says_so_and_the_loop_goes_on(capture_fails, capsys, re
             warnings.warn("Adam's, about being capturable", stacklevel=2)
 
     timer = dqn_snake.PhaseTimer(torch.device("cpu"))
-    generator = SimpleNamespace(clone_state=lambda: "fresh", graphsafe_set_state=lambda state: None)
-    graphed = dqn_snake.CUDAGraphStep(function, generator, timer)
+    ours = generator()
+    graphed = dqn_snake.CUDAGraphStep(function, ours, timer)
     for number in range(1, 8):
         graphed()
         assert len(calls) == number
     assert graphed.graph is None
+    assert ours.states == torch.cuda.default_generators[0].states == ["fresh"]
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 1 and said[0].startswith(
         "--cudagraph: failed (operation not permitted when stream is capturing)"
