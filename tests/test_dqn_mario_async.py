@@ -1569,16 +1569,27 @@ def test_it_learns_in_a_minute(tmp_path) -> None:
     assert main(Args(**flags))["eval_distance_mean"] > 400
 
 
+def two_cores_are_free() -> bool:
+    threads = torch.get_num_threads()
+    rates = [script.matmuls_per_second(number) for number in (1, 2)]
+    torch.set_num_threads(threads)
+    return rates[1] > 1.5 * rates[0]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(script.CORES < 2, reason="needs two cores")
 def test_collecting_beside_learning_is_faster_than_in_turn(tmp_path) -> None:
     """At a replay ratio that both keep up with; the margin is wide, benchmarks.md has the number."""
+    if not two_cores_are_free():
+        pytest.skip("needs two cores that nobody else uses")
     flags = dict(max_seconds=25, replay_ratio=0.2, eval_every=0, eval_episodes=1, video=False, device="cpu", threads=1)
     rates = []
     for number in (0, 1):
         summary = main(Args(**flags | dict(num_collectors=number, run_dir=str(tmp_path), run_name=str(number))))
         rates.append(summary["experience_rate"])
         assert summary["replay_ratio"] > 0.15
+    if not two_cores_are_free():
+        pytest.skip("somebody else has begun to use a core")
     assert rates[1] > 1.2 * rates[0]
 
 
