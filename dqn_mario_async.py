@@ -1076,10 +1076,17 @@ class CUDAGraphStep:
     live on, and numbers that never change. Where it cannot be captured, `graph` is None and it goes on as it is.
     """
 
-    def __init__(self, function: Callable[[], None], generator: torch.Generator, timer: "PhaseTimer") -> None:
+    def __init__(
+        self,
+        function: Callable[[], None],
+        generator: torch.Generator,
+        timer: "PhaseTimer",
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         self.function = function
         self.generator = generator
         self.timer = timer
+        self.scaler = scaler
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
         self.stream = torch.cuda.Stream()
@@ -1114,6 +1121,8 @@ class CUDAGraphStep:
             default_generator = torch.cuda.default_generators[torch.cuda.current_device()]
             for generator in (self.generator, default_generator):  # their old states still take part in the capture
                 generator.graphsafe_set_state(generator.clone_state())
+            if self.scaler is not None:
+                self.scaler.update(self.scaler.get_scale())  # forgets that it has unscaled gradients
         self.timer.lap()
 
 
@@ -1679,7 +1688,7 @@ def main(args: Args) -> dict:
         importance = torch.zeros(args.batch_size, device=device)
         loss_step = try_compile(loss_of, args.compile_mode, *example, importance)
     if graphs:
-        update = CUDAGraphStep(update, generator, timer)
+        update = CUDAGraphStep(update, generator, timer, scaler)
     elif args.cudagraph:
         say("--cudagraph: needs CUDA; the loop runs without graphs")
 

@@ -988,10 +988,17 @@ class CUDAGraphStep:
     live on, and numbers that never change. Where it cannot be captured, `graph` is None and it goes on as it is.
     """
 
-    def __init__(self, function: Callable[[], None], generator: torch.Generator, timer: "PhaseTimer") -> None:
+    def __init__(
+        self,
+        function: Callable[[], None],
+        generator: torch.Generator,
+        timer: "PhaseTimer",
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         self.function = function
         self.generator = generator
         self.timer = timer
+        self.scaler = scaler
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
         self.stream = torch.cuda.Stream()
@@ -1026,6 +1033,8 @@ class CUDAGraphStep:
             default_generator = torch.cuda.default_generators[torch.cuda.current_device()]
             for generator in (self.generator, default_generator):  # their old states still take part in the capture
                 generator.graphsafe_set_state(generator.clone_state())
+            if self.scaler is not None:
+                self.scaler.update(self.scaler.get_scale())  # forgets that it has unscaled gradients
         self.timer.lap()
 
 

@@ -1142,10 +1142,17 @@ class CUDAGraphStep:
     live on, and numbers that never change. Where it cannot be captured, `graph` is None and it goes on as it is.
     """
 
-    def __init__(self, function: Callable[[], None], generator: torch.Generator, timer: "PhaseTimer") -> None:
+    def __init__(
+        self,
+        function: Callable[[], None],
+        generator: torch.Generator,
+        timer: "PhaseTimer",
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         self.function = function
         self.generator = generator
         self.timer = timer
+        self.scaler = scaler
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
         self.stream = torch.cuda.Stream()
@@ -1180,6 +1187,8 @@ class CUDAGraphStep:
             default_generator = torch.cuda.default_generators[torch.cuda.current_device()]
             for generator in (self.generator, default_generator):  # their old states still take part in the capture
                 generator.graphsafe_set_state(generator.clone_state())
+            if self.scaler is not None:
+                self.scaler.update(self.scaler.get_scale())  # forgets that it has unscaled gradients
         self.timer.lap()
 
 
@@ -1858,7 +1867,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         receives = [lambda: None]
         bootstrap = CUDAGraphStep(bootstrap, generator, timer)
         estimate_advantages = CUDAGraphStep(estimate_advantages, generator, timer)
-        update = CUDAGraphStep(update, generator, timer)
+        update = CUDAGraphStep(update, generator, timer, scaler)
     elif args.cudagraph:
         say("--cudagraph: needs CUDA, --vec-env device and one rank; the loop runs without graphs")
 
@@ -1935,7 +1944,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
         "compiled": loss_step is not loss_of,
-        "cudagraph": graphs,
+        "cudagraph": graphs and all(part.graph for part in (*acts, bootstrap, estimate_advantages, update)),
         "sdpa": sdpa,
         "env_steps": global_step,
         "wall_seconds": wall_seconds,

@@ -64,6 +64,11 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__("cpu", init_scale=2.0**26, **options)
 
 
+class Generator(torch.Generator):
+    def graphsafe_set_state(self, state: torch.Generator) -> None:
+        pass  # a tape never holds on to a state
+
+
 class Stream:
     def wait_stream(self, stream: "Stream") -> None:
         pass
@@ -196,6 +201,8 @@ class Cuda:
         self.mem_get_info = lambda device: (2**36, 2**36)
         self.memory_allocated = self.max_memory_allocated = self.utilization = lambda device: 0
         self.current_stream = Stream
+        self.current_device = lambda: 0
+        self.default_generators = [Generator()]
         self.stream = lambda stream: nullcontext()
         self.synchronize = self.host_only("synchronize", lambda: None)
 
@@ -249,6 +256,7 @@ class Torch:
     """`torch` for the script."""
 
     device, autocast, amp = Device, Autocast, SimpleNamespace(GradScaler=GradScaler)
+    Generator = Generator
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda

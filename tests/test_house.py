@@ -7,12 +7,14 @@ import shlex
 import subprocess
 import sys
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn as nn
 import tyro
 
 import benchmark
@@ -149,6 +151,45 @@ def test_a_failed_capture_says_so_and_the_loop_goes_on(capture_fails, capsys, re
         "--cudagraph: failed (operation not permitted when stream is capturing)"
     )
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("fails_in", ["clip_grad_norm_", "step", "update"])
+def test_a_failed_capture_leaves_a_scaler_that_goes_on(capture_fails, monkeypatch, fails_in: str) -> None:
+    """A capture runs a part of an update, and the scaler would remember it: it unscales once before each of its own."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    places = []
+
+    def update() -> None:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(optimizer)
+        if places == ["clip_grad_norm_"]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        scaler.step(optimizer)
+        if places == ["step"]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        scaler.update()
+
+    @contextmanager
+    def graph(*args: object, **kwargs: object) -> Iterator[None]:
+        before = weight.detach().clone()  # nothing that is captured has an effect yet
+        places.append(fails_in)
+        try:
+            yield
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            places.clear()
+            weight.data.copy_(before)
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    timer = dqn_snake.PhaseTimer(torch.device("cpu"))
+    graphed = dqn_snake.CUDAGraphStep(update, generator(), timer, scaler)
+    for number in range(1, 8):
+        graphed()
+        assert weight.tolist() == pytest.approx(3 * [1 - 0.1 * number])
+    assert scaler.get_scale() == 1024
 
 
 @pytest.mark.parametrize("tf32", [False, True])

@@ -134,6 +134,24 @@ def test_graphs_lead_where_the_loop_leads(monkeypatch, tmp_path, script, flags) 
     assert not different(eager, graphs)
 
 
+@pytest.mark.parametrize("script", [dqn_snake, ppo_metta, dqn_mario_async], ids=lambda script: script.__name__)
+def test_an_update_that_cannot_be_captured_leads_there_too(monkeypatch, tmp_path, capsys, script) -> None:
+    """In float16: the capture fails where the scaler has unscaled the gradients, and knows it."""
+    _, eager, _ = train(monkeypatch, script, tmp_path, fp16=True)
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def fail_in_capture(*args: Any) -> torch.Tensor:
+        if script.torch.cuda.recorder is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return clip(*args)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", fail_in_capture)
+    summary, graphs, cuda = train(monkeypatch, script, tmp_path, fp16=True, cudagraph=True)
+    assert not summary["cudagraph"] and len(cuda.graphs) == SCRIPTS[script][1] - 1
+    assert capsys.readouterr().out.count("--cudagraph: failed (operation not permitted") == 1
+    assert not different(eager, graphs)
+
+
 # ------------------------------------------------------------------------------------------- broken on purpose
 
 
