@@ -527,8 +527,9 @@ class ReplayBuffer:
     def sample_index(self, index: torch.Tensor) -> None:
         """Numbers of transitions into `index`, with NumPy's draws in SB3's order."""
         row = np.random.randint(0, self.size, size=len(index))
-        column = np.random.randint(0, self.num_envs, size=len(index))
-        index.copy_(torch.from_numpy(row * self.num_envs + column))
+        row *= self.num_envs
+        row += np.random.randint(0, self.num_envs, size=len(index))
+        index.copy_(torch.from_numpy(row))
 
     def transitions_at(self, index: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.index_select(0, index) for tensor in self.transitions]
@@ -1517,8 +1518,8 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
         timer.lap("env")
         replay.add(obs, next_obs, action, reward, discount)
         obs[:] = next_obs
-        returns[:] += reward
-        lengths[:] += 1
+        returns[:] = returns + reward
+        lengths[:] = lengths + 1
         for number, info in ended.items():
             last_episodes.append((returns[number], lengths[number], info.get("score", returns[number])))
             obs[number], _ = envs[number].reset()
