@@ -1,15 +1,11 @@
-"""Many games of Snake at once in torch, on any device, by the rules of envs/snake.py; and as a Gymnasium vector."""
+"""Many games of Snake at once in torch, on any device, by the rules of envs/snake.py."""
 
-from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 
 from envs.snake import BODY, EMPTY, FOOD, HEAD, MOVES, Rules
+from envs.state import load_state
 from envs.streams import integer_hash, lane_key
 
 
@@ -97,17 +93,7 @@ class SnakeBatch:
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
         """Raises ValueError, before anything is changed, for values that no game has."""
-        state = self.state_dict()
-        if set(saved) != set(state):
-            raise ValueError(f"games must have {', '.join(state)}")
-        for name, tensor in state.items():
-            if saved[name].dtype != tensor.dtype or saved[name].shape != tensor.shape:
-                raise ValueError(f"{name} must be {tensor.dtype} {list(tensor.shape)}")
-        problem = self._problem(**{name: tensor.cpu() for name, tensor in saved.items()})
-        if problem:
-            raise ValueError(f"not games of Snake on this board: {problem}")
-        for name, tensor in state.items():
-            tensor.copy_(saved[name])
+        load_state(self.state_dict(), saved, self._problem)
 
     def _problem(
         self, codes, free, slot, head, tail, heading, num_free, draws, clock, length, score, episode_return, finished
@@ -285,78 +271,3 @@ class SnakeBatch:
         self.score[lanes] = torch.where(mask, 0, self.score[lanes])
         self.episode_return[lanes] = torch.where(mask, 0.0, self.episode_return[lanes])
         self._place_food(lanes, mask)
-
-
-class SnakeVectorEnv(VectorEnv):
-    """`SnakeBatch` for users of Gymnasium's vector API: NumPy in, NumPy out, finished games restart in the same step.
-
-    `reset(seed=s)` starts the lanes' streams of seed s: lane i plays what `SnakeEnv(lane=i)` plays with that seed.
-    A list of seeds is one for each lane: lane i then plays what a `SnakeEnv()` of its own, as `SyncVectorEnv` would
-    have it, plays with seed i of the list, and goes on with its stream where that is None. `info` is what
-    `SyncVectorEnv` makes of the rule book's. Actions other than (num_envs,) whole numbers 0 to 3 raise ValueError.
-    """
-
-    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
-
-    def __init__(self, num_envs: int = 1, render_mode: str | None = None, **rules: Any) -> None:
-        self.num_envs = num_envs
-        self.render_mode = render_mode
-        self.rules = Rules(**rules)
-        self.single_observation_space = self.rules.observation_space
-        self.single_action_space = gym.spaces.Discrete(4)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.kwargs = rules
-        self.batch = None
-
-    def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None
-    ) -> tuple[np.ndarray, dict]:
-        seeds = None
-        if np.ndim(seed) > 0:  # one for each lane
-            seeds = seed
-            seed = None
-            if len(seeds) != self.num_envs:
-                raise ValueError(f"{len(seeds)} seeds for {self.num_envs} games: must be as many, or one for all")
-        super().reset(seed=seed)
-        if seed is None and self.batch is None:
-            seed = int(self.np_random.integers(2**32))
-        if seed is not None:
-            self.batch = SnakeBatch(self.num_envs, seed=seed, **self.kwargs)
-        if seeds is not None:
-            for lane, lane_seed in enumerate(seeds):
-                if lane_seed is not None:
-                    self.batch.key[lane] = lane_key(lane_seed, 0)
-                    self.batch.draws[lane] = 0
-        obs = self.rules.observe(self.batch.reset().numpy())
-        score = np.zeros(self.num_envs, int)
-        won = np.zeros(self.num_envs, bool)
-        return obs, self._info(score, won, np.ones(self.num_envs, bool))
-
-    def step(self, actions: np.ndarray):
-        actions = np.asarray(actions)
-        if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
-            raise ValueError(f"actions {actions}: must be {self.num_envs} whole numbers")
-        if actions.min() < 0 or actions.max() > 3:
-            raise ValueError(f"actions {actions}: must be 0, 1, 2 or 3 each")
-        obs, reward, terminated, truncated, info = self.batch.step(torch.as_tensor(actions, dtype=torch.int64))
-        done = (terminated | truncated).numpy()
-        score = info["score"].numpy()
-        won = info["won"].numpy()
-        # A game that has ended shows its last info beside its last observation; what is left is of the new game.
-        infos = self._info(np.where(done, 0, score), won & ~done, np.ones(self.num_envs, bool))
-        if done.any():
-            final = np.full(self.num_envs, None, object)
-            final_obs = self.rules.observe(info["final_obs"].numpy())
-            for lane in done.nonzero()[0]:
-                final[lane] = final_obs[lane]
-            infos["final_obs"] = final
-            infos["_final_obs"] = done
-            infos["final_info"] = self._info(np.where(done, score, 0), won & done, done)
-            infos["_final_info"] = done
-        obs = self.rules.observe(obs.numpy())
-        return obs, reward.double().numpy(), terminated.numpy(), truncated.numpy(), infos
-
-    def _info(self, score: np.ndarray, won: np.ndarray, mask: np.ndarray) -> dict:
-        """What `SnakeEnv` has in its info, and of which lanes."""
-        return {"score": score, "_score": mask, "won": won, "_won": mask.copy()}

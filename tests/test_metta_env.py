@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import envs  # noqa: F401  registers the ids
 from benchmark import ARENAS, metta_action, random_hearts, scripted_hearts
-from envs.metta import (
+from envs.metta import MettaArena, Thing
+from envs.metta_batch import MettaBatch
+from envs.metta_rules import (
     ACTIONS,
     ARMOR,
     BACK,
@@ -24,7 +26,7 @@ from envs.metta import (
     CARRY,
     CENTRE,
     EMPTY,
-    FIRST,
+    FIRST_CONVERTER,
     FIRST_ITEM,
     FORWARD,
     FROZEN,
@@ -44,11 +46,8 @@ from envs.metta import (
     TOKENS,
     VARIANTS,
     VIEW,
-    MettaArena,
-    MettaBatch,
     Recipe,
     Rules,
-    Thing,
 )
 
 UP, DOWN, LEFT, RIGHT = range(4)
@@ -211,12 +210,10 @@ def test_a_loaded_game_looks_as_it_did_from_the_first_step_on() -> None:
             batch.step(torch.as_tensor(rng.integers(25, size=batch.num_agents)))
         if step % 9 == 0:
             first.load_state_dict(state_of(second))
-            assert torch.equal(first.obs, second.obs) and torch.equal(first.worth, second.worth)
-            for kind in ("table", "shown"):  # unseen tokens may be left over from others
-                ours, theirs = getattr(first, kind), getattr(second, kind)
-                seen = torch.arange(16) < first.shown[:, None]
-                same = (ours == theirs) if kind == "shown" else (ours == theirs)[:-TOKENS].view(-1, 16)[seen]
-                assert same.all()
+            assert torch.equal(first.obs, second.obs) and torch.equal(first.value, second.value)
+            assert torch.equal(first.tokens.count, second.tokens.count)
+            shown = torch.arange(16) < first.tokens.count[:, None]  # the others may be left over from other things
+            assert (first.tokens.table == second.tokens.table)[:-TOKENS].view(-1, 16)[shown].all()
 
 
 EDITS_OF_GAMES = {
@@ -224,10 +221,10 @@ EDITS_OF_GAMES = {
     "negative color": ("color", 0, -1), "clock": ("clock", 1, 120), "negative clock": ("clock", 1, -1),
     "limit": ("limit", 1, 121), "no limit": ("limit", 1, 0), "episode": ("episode", 1, -1), "key": ("key", 1, 2**32),
     "negative inventory": ("inventory", (-1, 0), -1), "inventory": ("inventory", (-1, 0), 51),
-    "stock": ("inventory", (FIRST, 0), 256), "a wall's inventory": ("inventory", (1, 0), 1),
-    "timer": ("timer", -1, 6), "negative timer": ("timer", -1, -1), "rest": ("timer", FIRST, 100),
-    "sums": ("finished", 1, float("inf")), "agent elsewhere": ("at", 0, 19 * 7 + 7), "agent off the map": ("at", 0, -1),
-    "agent of another game": ("at", 0, 19 * 19 + 100), "outer wall": ("grid", (1, 19 * 4 + 7), 0),
+    "stock": ("inventory", (FIRST_CONVERTER, 0), 256), "a wall's inventory": ("inventory", (1, 0), 1),
+    "timer": ("timer", -1, 6), "negative timer": ("timer", -1, -1), "rest": ("timer", FIRST_CONVERTER, 100),
+    "sums": ("finished", 1, float("inf")), "agent elsewhere": ("cell", 0, 19 * 7 + 7), "agent off the map": ("cell", 0, -1),
+    "agent of another game": ("cell", 0, 19 * 19 + 100), "outer wall": ("grid", (1, 19 * 4 + 7), 0),
     "outer wall at the side": ("grid", (1, 19 * 7 + 14), 0), "code": ("grid", (1, 19 * 9 + 9), 255),
 }  # fmt: skip
 
@@ -288,8 +285,8 @@ def armed(lanes: int, **rules) -> MettaBatch:
     batch.fixed_shapes = True
     batch.reset()
     state = state_of(batch)
-    state["inventory"][batch.body, LASER] = 20
-    state["inventory"][batch.body[::2], ARMOR] = 2
+    state["inventory"][batch.agent_row, LASER] = 20
+    state["inventory"][batch.agent_row[::2], ARMOR] = 2
     batch.load_state_dict(state)
     return batch
 
