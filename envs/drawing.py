@@ -31,4 +31,7 @@ class Canvas:
 
     def pixels(self) -> np.ndarray:
         """(height / 2, width / 2, 3) uint8."""
-        return np.asarray(self.image.reduce(2))
+        from PIL.Image import Resampling
+
+        size = (self.image.width // 2, self.image.height // 2)
+        return np.asarray(self.image.resize(size, Resampling.BOX))

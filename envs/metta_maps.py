@@ -39,9 +39,7 @@ class MapMaker:
         self.lowest = torch.tensor([low for low, _ in spans], device=device)  # (kinds,)
         self.highest = torch.tensor([high for _, high in spans], device=device)
         kind = torch.arange(len(spans), device=device)
-        self.count_number = (
-            DRAW_COUNT - 1 + 32 * self.instance + kind
-        )  # kind 0 are the agents, of which nothing is drawn
+        self.count_number = DRAW_COUNT - 1 + 32 * self.instance + kind  # kind 0 are the agents, always as many
         piece_kind = [kind for kind, (_, high) in enumerate(spans) for _ in range(high)]
         piece_rank = [rank for _, high in spans for rank in range(high)]  # the how many-th of its kind
         self.piece_kind = torch.tensor(piece_kind, device=device)

@@ -74,9 +74,8 @@ def _by_distance(cell: tuple[int, int]) -> tuple:
     return abs(cell[0]) + abs(cell[1]), cell
 
 
-WINDOW = sorted(
-    ((row, column) for row in range(-VIEW, VIEW + 1) for column in range(-VIEW, VIEW + 1)), key=_by_distance
-)
+_STEPS = range(-VIEW, VIEW + 1)
+WINDOW = sorted(((row, column) for row in _STEPS for column in _STEPS), key=_by_distance)
 
 STATS = tuple(f"{item}.{change}" for change in ("get", "put", "stolen", "lost") for item in ITEMS)
 STATS += (

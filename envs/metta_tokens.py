@@ -120,7 +120,7 @@ class TokenTable:
         fixed_shapes: bool,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Write to `out` (B, 200, 3) uint8 what agents in these cells (B,) see; returns (B,) how many tokens there were.
+        """Write to `out` (B, 200, 3) uint8 what agents in these cells (B,) see; returns how many tokens that is (B,).
 
         `row_base` (B,) are the first rows of their lanes, `header` (B, 4) the values of the first tokens.
         From the number of tokens in each cell of the windows follows the slot at which a cell's tokens end; as many

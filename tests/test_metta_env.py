@@ -223,9 +223,10 @@ EDITS_OF_GAMES = {
     "negative inventory": ("inventory", (-1, 0), -1), "inventory": ("inventory", (-1, 0), 51),
     "stock": ("inventory", (FIRST_CONVERTER, 0), 256), "a wall's inventory": ("inventory", (1, 0), 1),
     "timer": ("timer", -1, 6), "negative timer": ("timer", -1, -1), "rest": ("timer", FIRST_CONVERTER, 100),
-    "sums": ("finished", 1, float("inf")), "agent elsewhere": ("cell", 0, 19 * 7 + 7), "agent off the map": ("cell", 0, -1),
-    "agent of another game": ("cell", 0, 19 * 19 + 100), "outer wall": ("grid", (1, 19 * 4 + 7), 0),
-    "outer wall at the side": ("grid", (1, 19 * 7 + 14), 0), "code": ("grid", (1, 19 * 9 + 9), 255),
+    "sums": ("finished", 1, float("inf")), "agent elsewhere": ("cell", 0, 19 * 7 + 7),
+    "agent off the map": ("cell", 0, -1), "agent of another game": ("cell", 0, 19 * 19 + 100),
+    "outer wall": ("grid", (1, 19 * 4 + 7), 0), "outer wall at the side": ("grid", (1, 19 * 7 + 14), 0),
+    "code": ("grid", (1, 19 * 9 + 9), 255),
 }  # fmt: skip
 
 

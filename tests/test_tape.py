@@ -15,6 +15,7 @@ from tape import Cuda, Refused, install
 import dqn_mario_async
 import dqn_snake
 import dqn_snake_sb3_compat
+import envs.metta_actions
 import envs.metta_batch
 import envs.metta_maps
 import envs.metta_tables
@@ -70,7 +71,8 @@ COMBINATIONS = {
     ],
 }  # fmt: skip
 EVERY_ONE = [(script, flags) for script, every in COMBINATIONS.items() for flags in every]
-GAMES = [envs.snake_batch, envs.snake_view, envs.metta_batch, envs.metta_maps, envs.metta_tables, envs.metta_tokens]
+GAMES = [envs.snake_batch, envs.snake_view, envs.metta_batch, envs.metta_actions, envs.metta_maps]
+GAMES += [envs.metta_tables, envs.metta_tokens]
 TIMES = "args elapsed collected"  # parts of a checkpoint that tell of the run's name and of the clock
 
 
