@@ -90,7 +90,11 @@ class MarioBatch:
     def play(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A step without the new starts: what it looks like is in `final_obs`."""
         self.final_obs[:, :-1] = self.obs[:, 1:]
-        distance, flag, score, length, total = self.statistics.values()
+        distance = self.statistics["distance"]
+        flag = self.statistics["flag"]
+        score = self.statistics["score"]
+        length = self.statistics["length"]
+        episode_return = self.statistics["return"]
         for lane, choice in enumerate(action.tolist()):
             game = self.games[lane]
             episode = self.episodes[lane]
@@ -104,21 +108,20 @@ class MarioBatch:
             flag[lane] = episode.flag
             score[lane] = game.score
             length[lane] = episode.length
-            total[lane] = episode.total
+            episode_return[lane] = episode.total
             if terminated or truncated:
                 self.finished += [1, *(values[lane] for values in self.statistics.values())]
         return self.terminated, self.truncated
 
     def state_dict(self) -> dict[str, Any]:
         """All that the games are, as tensors and plain values; the tensors share memory with the environment."""
-        lanes = [
-            {
-                "game": game.state(),
-                "stream": [stream.key, stream.draws],
-                "episode": {name: getattr(episode, name) for name in Episode.__slots__},
-            }
-            for game, stream, episode in zip(self.games, self.streams, self.episodes)
-        ]
+        lanes = []
+        for game, stream, episode in zip(self.games, self.streams, self.episodes):
+            lane = {}
+            lane["game"] = game.state()
+            lane["stream"] = [stream.key, stream.draws]
+            lane["episode"] = {name: getattr(episode, name) for name in Episode.__slots__}
+            lanes.append(lane)
         return {"lanes": lanes, "obs": torch.from_numpy(self.obs), "finished": torch.from_numpy(self.finished)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -144,16 +147,17 @@ class MarioEnv(gym.Env):
         self.render_mode = render_mode
         self.lane = lane
         self.batch = self.batch_class(1, first_lane=lane, **settings)
-        self.seeded = False
+        self.has_stream = False
         self.observation_space = gym.spaces.Box(0, 255, self.batch.obs.shape[1:], np.uint8)
         self.action_space = gym.spaces.Discrete(self.batch.num_actions)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
-        if seed is not None or not self.seeded:
-            seed = int(self.np_random.integers(2**32)) if seed is None else seed
+        if seed is None and not self.has_stream:
+            seed = int(self.np_random.integers(2**32))
+        if seed is not None:
             self.batch.streams = [Stream(seed, self.lane)]
-            self.seeded = True
+            self.has_stream = True
         obs = self.batch.reset()[0].copy()
         return obs, {"distance": 0, "flag": False, "score": 0, "length": 0, "return": 0.0}
 
