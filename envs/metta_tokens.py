@@ -3,12 +3,10 @@
 import torch
 
 from envs.metta_rules import (
-    BLOCK,
     BUSY,
     CENTRE,
     COLOR,
     EPISODE,
-    FIRST_CONVERTER,
     FIRST_ITEM,
     FROZEN,
     GROUP,
@@ -20,14 +18,11 @@ from envs.metta_rules import (
     TYPE,
     TYPE_IDS,
     VIEW,
-    WALL,
     WINDOW,
     Rules,
 )
 
 WIDTH = 16  # tokens prepared for a thing at most; the last of them takes what must not show
-CONVERTER_TOKENS = 3  # type, color, busy: those before the items
-AGENT_TOKENS = 5  # type, group, frozen, orientation, color
 STATE_TOKEN = 2  # the one that says busy or frozen
 HEADING_TOKEN = 3
 COLOR_TOKEN = 4
@@ -38,54 +33,58 @@ def token(feature: int, value: int = 0) -> int:
     return feature << 8 | value << 16
 
 
-class TokenTable:
-    """The tokens of all things of all lanes.
+def tokens_by_code(rules: Rules) -> list[list[int]]:
+    """The tokens of things before those of their items."""
+    wall = [token(TYPE, TYPE_IDS["wall"])]
+    block = [token(TYPE, TYPE_IDS["block"]), token(SWAPPABLE, 1)]
+    agent = [token(TYPE, TYPE_IDS["agent"]), token(GROUP), token(FROZEN), token(ORIENTATION), token(COLOR)]
+    tokens = [[], wall, block]  # EMPTY, WALL, BLOCK
+    for name in rules.converters * rules.instances:
+        tokens.append([token(TYPE, rules.book[name].type_id), token(COLOR), token(BUSY)])
+    tokens += [agent] * rules.num_agents
+    return tokens
 
-    A thing has a row of `table`, of which the first `count` tokens show. Behind the last row are TOKENS empty ones.
-    With N = lanes * agents of a game, and C = `rules.num_codes` rows to a lane.
+
+class TokenTable:
+    """The tokens of all things: a row of `table` each, of which the first `count` tokens show.
+
+    Rows are counted through all games, `rules.num_codes` to each. Behind the last one are TOKENS empty tokens.
     """
 
     def __init__(self, rules: Rules, num_games: int, device: torch.device) -> None:
         self.num_games = num_games
         self.num_codes = rules.num_codes
         self.first_agent = rules.first_agent
-        num_agents = num_games * rules.num_agents
-        converters = rules.converters * rules.instances
+        self._make_table(tokens_by_code(rules), device)
+        self._make_window(rules, device)
+        self.item_token = torch.tensor([token(FIRST_ITEM + k) for k in range(len(ITEMS))], device=device)
 
-        def table(values: list, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+    def _make_table(self, tokens: list[list[int]], device: torch.device) -> None:
+        padded = [row + [0] * (WIDTH - len(row)) for row in tokens]
+        rows = torch.tensor(padded, dtype=torch.int32, device=device).ravel()
+        empty = torch.full((TOKENS,), 0xFFFFFF, dtype=torch.int32, device=device)
+        self.table = torch.cat([rows.repeat(self.num_games), empty])
+        count = torch.tensor([len(row) for row in tokens], dtype=torch.uint8, device=device)
+        self.count = count.repeat(self.num_games)
 
-        # What is known of each code, and of each item.
-        fixed_tokens = [0] * FIRST_CONVERTER
-        fixed_tokens += [CONVERTER_TOKENS] * len(converters)
-        fixed_tokens += [AGENT_TOKENS] * rules.num_agents
-        state_token = [0] * FIRST_CONVERTER
-        state_token += [token(BUSY)] * len(converters)
-        state_token += [token(FROZEN)] * rules.num_agents
-        self.fixed_tokens = table(fixed_tokens, torch.int64)
-        self.state_token = table(state_token, torch.int64)
-        self.item_token = table([token(FIRST_ITEM + k) for k in range(len(ITEMS))], torch.int64)
+        # Of things that change, by code: the number of tokens before the items, and the token of their state.
+        changes = [len(row) > STATE_TOKEN for row in tokens]
+        fixed_tokens = [len(row) if change else 0 for row, change in zip(tokens, changes)]
+        state_token = [row[STATE_TOKEN] if change else 0 for row, change in zip(tokens, changes)]
+        self.fixed_tokens = torch.tensor(fixed_tokens, device=device)
+        self.state_token = torch.tensor(state_token, device=device)
 
-        # The window: cells relative to the agent's, and the byte for the place of each.
+    def _make_window(self, rules: Rules, device: torch.device) -> None:
+        """Cells of the window relative to the agent's, and the place of each in a token."""
+        num_agents = self.num_games * rules.num_agents
         columns = rules.shape[1]
+        steps = [row * columns + column for row, column in WINDOW]
         places = [(row + VIEW) << 4 | (column + VIEW) for row, column in WINDOW]
-        self.window = table([row * columns + column for row, column in WINDOW])
-        self.place = table([*places, 0]).repeat(num_agents)
+        places.append(0)  # of the empty tokens
+        self.window = torch.tensor(steps, dtype=torch.int32, device=device)
+        self.place = torch.tensor(places, dtype=torch.int32, device=device).repeat(num_agents)
         self.slot = torch.arange(TOKENS - HEADER, dtype=torch.int32, device=device)
         self.ones = torch.ones(num_agents, len(WINDOW), dtype=torch.int32, device=device)
-
-        self.table = torch.zeros(num_games * self.num_codes * WIDTH + TOKENS, dtype=torch.int32, device=device)
-        self.count = torch.zeros(num_games * self.num_codes, dtype=torch.uint8, device=device)
-        self.table[-TOKENS:] = 0xFFFFFF
-        lanes = self.table[:-TOKENS].view(num_games, self.num_codes, WIDTH)
-        lanes[:, WALL, 0] = token(TYPE, TYPE_IDS["wall"])
-        lanes[:, BLOCK, :2] = table([token(TYPE, TYPE_IDS["block"]), token(SWAPPABLE, 1)])
-        for code, name in enumerate(converters, FIRST_CONVERTER):
-            lanes[:, code, :2] = table([token(TYPE, rules.book[name].type_id), token(COLOR)])
-        agent_tokens = [token(TYPE, TYPE_IDS["agent"]), token(GROUP), token(FROZEN), token(ORIENTATION), token(COLOR)]
-        lanes[:, self.first_agent :, :AGENT_TOKENS] = table(agent_tokens)
-        self.count.view(num_games, -1)[:, WALL] = 1
-        self.count.view(num_games, -1)[:, BLOCK] = 2
 
     def write_things(
         self, rows: slice | torch.Tensor, code: torch.Tensor, inventory: torch.Tensor, timer: torch.Tensor
@@ -93,23 +92,28 @@ class TokenTable:
         """Prepare anew what changes of these rows (B,): whether it is busy or frozen, and what it holds (B, items)."""
         has_item = inventory > 0
         fixed_tokens = self.fixed_tokens[code]
-        has_tokens = fixed_tokens > 0  # walls and blocks stay as they are
+        changes = fixed_tokens > 0  # walls and blocks do not
         table = self.table[:-TOKENS].view(-1, WIDTH)
         tokens = table[rows]
         item_position = fixed_tokens[:, None] + has_item.cumsum(1) - 1
         item_position = torch.where(has_item, item_position, WIDTH - 1)
-        tokens.scatter_(1, item_position, (self.item_token | inventory << 16).int())
-        state = (self.state_token[code] | (timer > 0).long() << 16).int()
-        tokens[:, STATE_TOKEN] = torch.where(has_tokens, state, tokens[:, STATE_TOKEN])
+        item_token = self.item_token | inventory << 16
+        tokens.scatter_(1, item_position, item_token.int())
+        state = (timer > 0).long()
+        state_token = (self.state_token[code] | state << 16).int()
+        tokens[:, STATE_TOKEN] = torch.where(changes, state_token, tokens[:, STATE_TOKEN])
         table[rows] = tokens
         count = (fixed_tokens + has_item.sum(1)).byte()
-        self.count[rows] = torch.where(has_tokens, count, self.count[rows])
+        self.count[rows] = torch.where(changes, count, self.count[rows])
 
     def write_agents(self, heading: torch.Tensor, color: torch.Tensor) -> None:
         """Prepare anew where all agents (N,) look and what color they have."""
-        tokens = self.table[:-TOKENS].view(self.num_games, self.num_codes, WIDTH)[:, self.first_agent :]
-        tokens[:, :, HEADING_TOKEN] = (heading << 16 | token(ORIENTATION)).view(self.num_games, -1)
-        tokens[:, :, COLOR_TOKEN] = (color << 16 | token(COLOR)).view(self.num_games, -1)
+        rows = self.table[:-TOKENS].view(self.num_games, self.num_codes, WIDTH)
+        agent_rows = rows[:, self.first_agent :]
+        heading_token = heading << 16 | token(ORIENTATION)
+        color_token = color << 16 | token(COLOR)
+        agent_rows[:, :, HEADING_TOKEN] = heading_token.view(self.num_games, -1)
+        agent_rows[:, :, COLOR_TOKEN] = color_token.view(self.num_games, -1)
 
     def observe(
         self,
@@ -135,14 +139,16 @@ class TokenTable:
         num_slots = len(self.slot)
         if not fixed_shapes:  # as far as any window reaches
             num_slots = min(num_slots, int(end[:, -1].max()))
-        source_cell = self._cell_of_slot(end, num_slots)
+        cell_of_slot = self._cell_of_slot(end, num_slots)
 
         # Where a cell's tokens begin in `table`, less the slot at which they begin in the observation.
-        source = torch.empty(batch, len(WINDOW) + 1, dtype=torch.int32, device=self.table.device)
-        source[:, :-1] = (count - end).add_(row, alpha=WIDTH)
-        source[:, -1] = len(self.table) - TOKENS - end[:, -1]  # behind the last cell: empty
-        source = source.view(-1).index_select(0, source_cell).view(batch, num_slots).add_(self.slot[:num_slots])
-        tokens = self.table.index_select(0, source.view(-1)).add_(self.place.index_select(0, source_cell))
+        offset = torch.empty(batch, len(WINDOW) + 1, dtype=torch.int32, device=self.table.device)
+        offset[:, :-1] = (count - end).add_(row, alpha=WIDTH)
+        offset[:, -1] = len(self.table) - TOKENS - end[:, -1]  # behind the last cell: empty
+        source = offset.view(-1).index_select(0, cell_of_slot).view(batch, num_slots)
+        source = source.add_(self.slot[:num_slots])
+        place = self.place.index_select(0, cell_of_slot)
+        tokens = self.table.index_select(0, source.view(-1)).add_(place)
 
         # Byte by byte out of the 32-bit words: twice as fast as shifting, or as all three at once.
         tokens = tokens.view(torch.uint8).view(batch, num_slots, 4)
