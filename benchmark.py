@@ -78,12 +78,14 @@ import dqn_mario_async
 import dqn_snake
 import ppo_metta
 from envs import mario, mario_levels
+from envs.gym_vector import MarioVectorEnv, MettaVectorEnv, SnakeVectorEnv
 from envs.mario import UNSEEN_LEVELS, MarioGame
-from envs.mario_batch import MarioBatch, MarioEnv, MarioVectorEnv
-from envs.metta import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE, MettaArena, MettaVectorEnv, Rules, Thing
+from envs.mario_batch import MarioBatch, MarioEnv
+from envs.metta import MettaArena, Thing
+from envs.metta_rules import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE, Rules
 from envs.smb import NesGame, SuperMarioBrosBatch
 from envs.snake import SnakeEnv
-from envs.snake_batch import SnakeBatch, SnakeVectorEnv
+from envs.snake_batch import SnakeBatch
 from envs.streams import Stream
 
 ROOT = Path(__file__).parent

@@ -41,7 +41,9 @@ import tyro
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
-from envs.metta import ACTIONS, FEATURES, MOVES, VARIANTS, VIEW, MettaArena, MettaBatch, Rules
+from envs.metta import MettaArena
+from envs.metta_batch import MettaBatch
+from envs.metta_rules import ACTIONS, FEATURES, MOVES, VARIANTS, VIEW, Rules
 from envs.playing import show_in_terminal, write_gif
 
 SCRIPT = Path(__file__).stem

@@ -1,12 +1,10 @@
-"""Many games of the side-scroller at once in NumPy, one as a Gymnasium environment, and many as a Gymnasium vector."""
+"""Many games of the side-scroller at once in NumPy, and one of them as a Gymnasium environment."""
 
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 
 from envs.mario import ACTIONS, Episode, MarioGame
 from envs.streams import Stream
@@ -92,7 +90,11 @@ class MarioBatch:
     def play(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A step without the new starts: what it looks like is in `final_obs`."""
         self.final_obs[:, :-1] = self.obs[:, 1:]
-        distance, flag, score, length, total = self.statistics.values()
+        distance = self.statistics["distance"]
+        flag = self.statistics["flag"]
+        score = self.statistics["score"]
+        length = self.statistics["length"]
+        episode_return = self.statistics["return"]
         for lane, choice in enumerate(action.tolist()):
             game = self.games[lane]
             episode = self.episodes[lane]
@@ -106,21 +108,20 @@ class MarioBatch:
             flag[lane] = episode.flag
             score[lane] = game.score
             length[lane] = episode.length
-            total[lane] = episode.total
+            episode_return[lane] = episode.total
             if terminated or truncated:
                 self.finished += [1, *(values[lane] for values in self.statistics.values())]
         return self.terminated, self.truncated
 
     def state_dict(self) -> dict[str, Any]:
         """All that the games are, as tensors and plain values; the tensors share memory with the environment."""
-        lanes = [
-            {
-                "game": game.state(),
-                "stream": [stream.key, stream.draws],
-                "episode": {name: getattr(episode, name) for name in Episode.__slots__},
-            }
-            for game, stream, episode in zip(self.games, self.streams, self.episodes)
-        ]
+        lanes = []
+        for game, stream, episode in zip(self.games, self.streams, self.episodes):
+            lane = {}
+            lane["game"] = game.state()
+            lane["stream"] = [stream.key, stream.draws]
+            lane["episode"] = {name: getattr(episode, name) for name in Episode.__slots__}
+            lanes.append(lane)
         return {"lanes": lanes, "obs": torch.from_numpy(self.obs), "finished": torch.from_numpy(self.finished)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -146,16 +147,17 @@ class MarioEnv(gym.Env):
         self.render_mode = render_mode
         self.lane = lane
         self.batch = self.batch_class(1, first_lane=lane, **settings)
-        self.seeded = False
+        self.has_stream = False
         self.observation_space = gym.spaces.Box(0, 255, self.batch.obs.shape[1:], np.uint8)
         self.action_space = gym.spaces.Discrete(self.batch.num_actions)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
-        if seed is not None or not self.seeded:
-            seed = int(self.np_random.integers(2**32)) if seed is None else seed
+        if seed is None and not self.has_stream:
+            seed = int(self.np_random.integers(2**32))
+        if seed is not None:
             self.batch.streams = [Stream(seed, self.lane)]
-            self.seeded = True
+            self.has_stream = True
         obs = self.batch.reset()[0].copy()
         return obs, {"distance": 0, "flag": False, "score": 0, "length": 0, "return": 0.0}
 
@@ -173,69 +175,3 @@ class MarioEnv(gym.Env):
             return self.batch.games[0].ansi()
         if self.render_mode == "rgb_array":
             return self.batch.games[0].rgb()
-
-
-class MarioVectorEnv(VectorEnv):
-    """`MarioBatch` for users of Gymnasium's vector API: finished games restart in the same step.
-
-    `reset(seed=s)` starts the lanes' streams of seed s: lane i plays what `MarioEnv(lane=i)` plays with that seed.
-    A list of seeds is one for each lane: lane i then plays what a `MarioEnv()` of its own plays with seed i of the
-    list, and goes on with its stream where that is None.
-    """
-
-    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
-
-    def __init__(self, num_envs: int = 1, render_mode: str | None = None, **settings: Any) -> None:
-        self.num_envs = num_envs
-        self.render_mode = render_mode
-        self.batch = MarioBatch(num_envs, **settings)
-        self.seeded = False
-        self.single_observation_space = gym.spaces.Box(0, 255, self.batch.obs.shape[1:], np.uint8)
-        self.single_action_space = gym.spaces.Discrete(self.batch.num_actions)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-
-    def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict | None = None
-    ) -> tuple[np.ndarray, dict]:
-        lanes = range(self.num_envs)
-        same = np.ndim(seed) == 0  # one for all lanes
-        if same:
-            super().reset(seed=seed)
-            seed = [seed] * self.num_envs
-        if len(seed) != self.num_envs:
-            raise ValueError(f"{len(seed)} seeds for {self.num_envs} games: must be as many, or one for all")
-        if not self.seeded:
-            drawn = int(self.np_random.integers(2**32))
-            self.batch.streams = [Stream(drawn, lane) for lane in lanes]
-            self.seeded = True
-        for lane in lanes:
-            if seed[lane] is not None:
-                self.batch.streams[lane] = Stream(int(seed[lane]), lane if same else 0)
-        infos = {name: np.zeros_like(values) for name, values in self.batch.statistics.items()}
-        infos |= {f"_{name}": np.ones(self.num_envs, bool) for name in self.batch.statistics}
-        return self.batch.reset().copy(), infos
-
-    def step(self, actions: np.ndarray):
-        actions = np.asarray(actions)
-        last = self.batch.num_actions - 1
-        whole = actions.shape == (self.num_envs,) and actions.dtype.kind in "iu"
-        if not whole or actions.min() < 0 or actions.max() > last:
-            raise ValueError(f"actions {actions}: must be {self.num_envs} whole numbers from 0 to {last}")
-        obs, reward, terminated, truncated, info = self.batch.step(actions)
-        final_obs = info.pop("final_obs")
-        done = terminated | truncated
-        # A game that has ended shows its last info beside its last observation; what is left is of the new game.
-        infos = {name: np.where(done, np.zeros_like(values), values) for name, values in info.items()}
-        infos |= {f"_{name}": np.ones(self.num_envs, bool) for name in info}
-        if done.any():
-            final = np.full(self.num_envs, None, object)
-            for lane in done.nonzero()[0]:
-                final[lane] = final_obs[lane].copy()
-            final_info = {name: np.where(done, values, np.zeros_like(values)) for name, values in info.items()}
-            final_info |= {f"_{name}": done for name in info}
-            infos["final_obs"] = final
-            infos["_final_obs"] = done
-            infos["final_info"] = final_info
-            infos["_final_info"] = done
-        return obs.copy(), reward.astype(np.float64), terminated, truncated, infos

@@ -6,12 +6,22 @@ from envs.streams import Stream
 
 WALKER_WIDTH = 14 * 16  # in 1/16 pixel, as all lengths and speeds; a tile is 256
 WALKER_SPEED = 8
-SKY, COIN, POLE, PENNANT, ABYSS, GRASS, SOIL, RIM, PIPE, BLOCK = range(10)
+SKY = 0
+COIN = 1
+POLE = 2
+PENNANT = 3
+ABYSS = 4
+GRASS = 5
+SOIL = 6
+RIM = 7
+PIPE = 8
+BLOCK = 9
 SOLID = GRASS  # this code and all above it block the way
 SCREEN = 12  # tiles across and down the screen
 GROUND = 10  # first row of the ground
 FLAT = bytes([SKY] * GROUND + [GRASS, SOIL] + [SKY] * 4)  # one column of a grid: 12 rows on the screen, 4 below it
 GAP = bytes([SKY] * GROUND + [ABYSS, ABYSS] + [SKY] * 4)
+COLUMN = len(FLAT)
 START = 2  # column in which the player begins
 
 
@@ -48,61 +58,71 @@ class Level:
     """
 
     def __init__(self, seed: int, difficulty: int) -> None:
-        draw = Stream(seed, -1)
-        rules = DIFFICULTIES[difficulty]
-        grid = bytearray(FLAT * 6)
+        self.draw = Stream(seed, -1)
+        self.rules = DIFFICULTIES[difficulty]
+        self.has_ledges = difficulty > 0
+        self.grid = bytearray(FLAT * 6)
         self.walkers = []
-
-        def between(low: int, high: int) -> int:
-            return low + draw(high - low + 1)
-
-        def pillar(height: int, top: int, code: int) -> None:
-            """A column of ground with a wall on it."""
-            column = bytearray(FLAT)
-            column[GROUND - height : GROUND] = bytes([top] + [code] * (height - 1))
-            grid.extend(column)
-
-        obstacles = list("g" * rules.gaps + "p" * rules.pipes + "w" * rules.packs + "s" * rules.stairs)
-        for last in range(len(obstacles) - 1, 0, -1):  # shuffled
-            other = draw(last + 1)
-            obstacles[last], obstacles[other] = obstacles[other], obstacles[last]
-        for obstacle in obstacles:
-            at = len(grid)
-            rest = between(*rules.rest)
-            grid.extend(FLAT * rest)
-            coin_row = (GROUND - 4, GROUND - 1, 0)[draw(3)]
-            if coin_row:
-                grid[at + 16 + coin_row :: 16] = bytes([COIN]) * (rest - 1)
-            if obstacle == "g":
-                grid.extend(GAP * between(*rules.gap_width))
-            elif obstacle == "p":
-                height = between(*rules.pipe_height)
-                pillar(height, RIM, PIPE)
-                pillar(height, RIM, PIPE)
-            elif obstacle == "s":
-                for height in range(1, between(2, 3) + 1):
-                    pillar(height, BLOCK, BLOCK)
+        for obstacle in self._obstacles():
+            self._add_rest()
+            if obstacle == "gap":
+                self.grid.extend(GAP * self._between(*self.rules.gap_width))
+            elif obstacle == "pipe":
+                height = self._between(*self.rules.pipe_height)
+                self._add_pillar(height, RIM, PIPE)
+                self._add_pillar(height, RIM, PIPE)
+            elif obstacle == "stairs":
+                for height in range(1, self._between(2, 3) + 1):
+                    self._add_pillar(height, BLOCK, BLOCK)
             else:
-                for _ in range(rules.walkers):
-                    at = len(grid)
-                    span = 6 * 256 - WALKER_WIDTH
-                    self.walkers.append((at << 4, span, draw(2 * span)))
-                    grid.extend(FLAT * 6)
-                    if difficulty and draw(2):  # something to stand on, coins above it
-                        for column in (at + 32, at + 48):
-                            grid[column + GROUND - 4] = BLOCK
-                            grid[column + GROUND - 5] = COIN
-        grid.extend(FLAT * 4)
-        self.flag = len(grid) << 4
-        pole = bytearray(FLAT)
-        pole[GROUND - 8 : GROUND] = bytes([PENNANT] + [POLE] * 7)
-        grid.extend(pole)
-        grid.extend(FLAT * SCREEN)
-        self.grid = grid
+                for _ in range(self.rules.walkers):
+                    self._add_walker()
+        self.grid.extend(FLAT * 4)
+        self.flag = len(self.grid) << 4
+        self._add_pillar(8, PENNANT, POLE)
+        self.grid.extend(FLAT * SCREEN)
+
+    def _between(self, low: int, high: int) -> int:
+        return low + self.draw(high - low + 1)
+
+    def _obstacles(self) -> list[str]:
+        """In a random order."""
+        rules = self.rules
+        obstacles = ["gap"] * rules.gaps + ["pipe"] * rules.pipes + ["pack"] * rules.packs + ["stairs"] * rules.stairs
+        for last in range(len(obstacles) - 1, 0, -1):
+            other = self.draw(last + 1)
+            obstacles[last], obstacles[other] = obstacles[other], obstacles[last]
+        return obstacles
+
+    def _add_pillar(self, height: int, top: int, code: int) -> None:
+        """A column of ground with a wall on it."""
+        column = bytearray(FLAT)
+        column[GROUND - height : GROUND] = bytes([top] + [code] * (height - 1))
+        self.grid.extend(column)
+
+    def _add_rest(self) -> None:
+        """Plain ground, coins above it perhaps."""
+        width = self._between(*self.rules.rest)
+        first_coin = len(self.grid) + COLUMN
+        self.grid.extend(FLAT * width)
+        coin_row = (GROUND - 4, GROUND - 1, None)[self.draw(3)]
+        if coin_row is not None:
+            self.grid[first_coin + coin_row :: COLUMN] = bytes([COIN]) * (width - 1)
+
+    def _add_walker(self) -> None:
+        """Six tiles to pace, perhaps with something to stand on and coins above it."""
+        start = len(self.grid)
+        span = 6 * 256 - WALKER_WIDTH
+        self.walkers.append((start << 4, span, self.draw(2 * span)))
+        self.grid.extend(FLAT * 6)
+        if self.has_ledges and self.draw(2):
+            for column in (start + 2 * COLUMN, start + 3 * COLUMN):
+                self.grid[column + GROUND - 4] = BLOCK
+                self.grid[column + GROUND - 5] = COIN
 
 
 def pace(walker: tuple[int, int, int], clock: int) -> int:
     """x of a walker at a time in frames: a triangle wave, so that nobody far away costs anything."""
     left, span, phase = walker
-    way = (clock * WALKER_SPEED + phase) % (2 * span)
-    return left + min(way, 2 * span - way)
+    distance = (clock * WALKER_SPEED + phase) % (2 * span)
+    return left + min(distance, 2 * span - distance)

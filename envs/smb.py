@@ -22,19 +22,21 @@ START_BUTTON = 3
 PRESSED = [np.array([bool(held & button) for button in BUTTONS], np.uint8) for held in range(64)]
 NOTHING = PRESSED[0]
 # Places in the 2 KiB of RAM.
-MODE, TASK, PLAYER, FLOAT, BELOW, X_PAGE, X_PIXEL, KINDS, SCORE = (
-    0x770,
-    0x772,
-    0x0E,
-    0x1D,
-    0xB5,
-    0x6D,
-    0x86,
-    0x16,
-    0x7DD,
-)
-WORLD, STAGE, AREA, TITLE_TIMER = 0x75F, 0x75C, 0x760, 0x7A0
-OLD_BUTTONS, A_BUTTON = 0x0D, 0x80  # what of A and B was down in the last frame, and its bit of A
+MODE = 0x770
+TASK = 0x772
+PLAYER = 0x0E
+FLOAT = 0x1D
+BELOW = 0xB5
+X_PAGE = 0x6D
+X_PIXEL = 0x86
+KINDS = 0x16  # of the five who move
+SCORE = 0x7DD
+WORLD = 0x75F
+STAGE = 0x75C
+AREA = 0x760
+TITLE_TIMER = 0x7A0
+OLD_BUTTONS = 0x0D  # what of A and B was down in the last frame
+A_BUTTON = 0x80  # its bit of A
 
 
 def find_rom(rom: str | None = None) -> Path:
@@ -61,8 +63,11 @@ def find_rom(rom: str | None = None) -> Path:
 def area_weights(pixels: int, size: int) -> np.ndarray:
     """(size, pixels) float32: rows that average a line of `pixels` down to `size`, parts of pixels included."""
     edges = np.arange(size + 1) * pixels / size
-    covered = np.minimum(edges[1:, None], np.arange(pixels) + 1) - np.maximum(edges[:-1, None], np.arange(pixels))
-    return (np.maximum(covered, 0) * size / pixels).astype(np.float32)
+    pixel = np.arange(pixels)
+    first = np.maximum(edges[:-1, None], pixel)
+    last = np.minimum(edges[1:, None], pixel + 1)
+    overlap = np.maximum(last - first, 0)
+    return (overlap * size / pixels).astype(np.float32)
 
 
 class NesGame:
@@ -93,7 +98,9 @@ class NesGame:
             raise ValueError("SuperMarioBros needs stable-retro: pip install -r requirements-games.txt")
         import stable_retro
 
-        self.size, self.skip, self.noop_max = size, skip, noop_max
+        self.size = size
+        self.skip = skip
+        self.noop_max = noop_max
         gc.collect()  # an emulator that nobody holds any more may still be waiting to be freed
         try:
             self.emulator = stable_retro.RetroEmulator(str(path))
@@ -122,8 +129,9 @@ class NesGame:
             self.data.update_ram()
             if memory.extract(MODE, "|u1") != 1:
                 # The level has to be there before START is read; later it would change the label, not the map.
-                for address, value in ((WORLD, world - 1), (STAGE, stage - 1), (AREA, area)):
-                    memory.assign(address, "|u1", value)
+                memory.assign(WORLD, "|u1", world - 1)
+                memory.assign(STAGE, "|u1", stage - 1)
+                memory.assign(AREA, "|u1", area)
                 start[START_BUTTON] = frame % 2 == 0
                 self._frame(start)
             elif memory.extract(TASK, "|u1") == 3 and memory.extract(PLAYER, "|u1") == 8:
@@ -157,9 +165,9 @@ class NesGame:
         for _ in range(frames):
             self._frame(mask)
         self.ram = self.emulator.get_state()[self.ram_at : self.ram_at + 2048]
-        self._look()
+        self._read_ram()
 
-    def _look(self) -> None:
+    def _read_ram(self) -> None:
         ram = self.ram
         self.dead = ram[PLAYER] in (0x0B, 6) or ram[BELOW] > 1
         # Sliding down a pole, with the flag (0x31) or Bowser (0x2D) among the five who move; or the end of a world.
@@ -184,13 +192,15 @@ class NesGame:
     def restore(self, state: dict[str, Any]) -> None:
         self.emulator.set_state(bytes(state["emulator"]))
         self.ram = self.emulator.get_state()[self.ram_at : self.ram_at + 2048]
-        self._look()
+        self._read_ram()
 
     def ansi(self) -> str:
         """The screen in 42 x 28 characters, darker to lighter."""
         gray = self.emulator.get_screen().mean(2)
-        blocks = gray[:, : 42 * 5].reshape(28, 8, 42, 5).mean((1, 3)) / 256
-        return "\n".join(["".join(row) for row in np.array(list(" .:-=+*#%@"))[(blocks * 10).astype(int)]])
+        blocks = gray[:, : 42 * 5].reshape(28, 8, 42, 5)
+        brightness = blocks.mean((1, 3)) / 256
+        signs = np.array(list(" .:-=+*#%@"))[(brightness * 10).astype(int)]
+        return "\n".join("".join(row) for row in signs)
 
     def rgb(self) -> np.ndarray:
         """(448, 480, 3) uint8: the console's screen, doubled."""

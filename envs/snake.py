@@ -17,6 +17,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from envs.drawing import Canvas
 from envs.streams import integer_hash, lane_key
 
 EMPTY = 0
@@ -305,41 +306,37 @@ def render_rgb(env: SnakeEnv) -> np.ndarray:
 
     A cell has 24 pixels, on boards with more than 20 cells along a side as few as keep that side within 480.
     """
-    from PIL import Image, ImageDraw, ImageFont
-
     rows, columns = env.rules.board
-    size = 2 * min(24, 480 // max(rows, columns))  # drawn twice as large and then halved, for smooth edges
-    bar = 64
+    size = 2 * min(24, 480 // max(rows, columns))
+    bar = 64  # the line above the board
     width = max(columns * size, 192)  # the score needs as much
-    image = Image.new("RGB", (width, rows * size + bar), "#0f1420")
-    draw = ImageDraw.Draw(image)
+    canvas = Canvas(width, rows * size + bar, "#0f1420")
 
     def middle(cell: int) -> tuple[float, float]:
         return (cell % columns + 0.5) * size, (cell // columns + 0.5) * size + bar
 
-    def disc(x: float, y: float, radius: float, color) -> None:
-        draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=color)
-
     for cell in range(rows * columns):
         x, y = middle(cell)
         shade = "#1a2233" if (cell // columns + cell % columns) % 2 else "#1d2638"
-        draw.rectangle((x - size / 2, y - size / 2, x + size / 2 - 1, y + size / 2 - 1), fill=shade)
+        canvas.draw.rectangle((x - size / 2, y - size / 2, x + size / 2 - 1, y + size / 2 - 1), shade)
     if env.food is not None:
-        disc(*middle(env.food), 0.3 * size, "#ff5a5f")
+        canvas.disc(*middle(env.food), 0.3 * size, "#ff5a5f")
     cells = list(env.body)
     for i, cell in enumerate(cells):
-        fresh = (i + 1) / len(cells)
-        color = tuple(int(old + (new - old) * fresh) for old, new in zip((32, 74, 82), (112, 224, 140)))
-        disc(*middle(cell), 0.36 * size, color)
+        freshness = (i + 1) / len(cells)
+        color = tuple(int(old + (new - old) * freshness) for old, new in zip((32, 74, 82), (112, 224, 140)))
+        canvas.disc(*middle(cell), 0.36 * size, color)
         if i:
-            draw.line((middle(cells[i - 1]), middle(cell)), color, round(0.72 * size))
-            disc(*middle(cells[i - 1]), 0.36 * size, color)
-    (down, across), (x, y) = MOVES[env.heading], middle(cells[-1])
-    disc(x, y, 0.42 * size, "#8df0a2")
+            previous = middle(cells[i - 1])
+            canvas.draw.line((previous, middle(cell)), color, round(0.72 * size))
+            canvas.disc(*previous, 0.36 * size, color)
+    down, across = MOVES[env.heading]
+    x, y = middle(cells[-1])
+    canvas.disc(x, y, 0.42 * size, "#8df0a2")
     for side in (-1, 1):
         eye_x = x + (0.14 * across + 0.18 * side * down) * size
         eye_y = y + (0.14 * down + 0.18 * side * across) * size
-        disc(eye_x, eye_y, 0.11 * size, "white")
-        disc(eye_x + 0.04 * size * across, eye_y + 0.04 * size * down, 0.06 * size, "#0f1420")
-    draw.text((size / 3, bar / 2), f"score {env.score}", "#e8edf7", ImageFont.load_default(bar * 0.6), anchor="lm")
-    return np.asarray(image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX))
+        canvas.disc(eye_x, eye_y, 0.11 * size, "white")
+        canvas.disc(eye_x + 0.04 * size * across, eye_y + 0.04 * size * down, 0.06 * size, "#0f1420")
+    canvas.text(size / 3, bar / 2, f"score {env.score}", bar * 0.6, "#e8edf7")
+    return canvas.pixels()

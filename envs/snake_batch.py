@@ -1,15 +1,11 @@
-"""Many games of Snake at once in torch, on any device, by the rules of envs/snake.py; and as a Gymnasium vector."""
+"""Many games of Snake at once in torch, on any device, by the rules of envs/snake.py."""
 
-from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 
 from envs.snake import BODY, EMPTY, FOOD, HEAD, MOVES, Rules
+from envs.state import load_state
 from envs.streams import integer_hash, lane_key
 
 
@@ -35,59 +31,69 @@ class SnakeBatch:
 
     def _make_tables(self) -> None:
         """What never changes: where moves lead, and what new games look like."""
-        rows, columns = self.rules.board
-        cells = self.rules.cells
-        device = self.device
+        rules = self.rules
+        cells = rules.cells
         self.base = self.lanes * cells  # first cell of a lane in the flat (N * cells) tensors
         self.free_base = self.lanes * (cells + 1)
+        self.neighbour = self._neighbours().flatten().to(self.device)
 
-        # Cell reached from (cell, direction). Into a wall leads back to the cell itself, where the head is in the way.
-        cell = torch.arange(cells)
+        # One new game per possible start, to be copied into a lane.
+        self.start_head = torch.tensor(rules.start_heads, device=self.device)
+        body = self.start_head[:, None] - torch.arange(rules.start_length, device=self.device)
+        codes = torch.zeros(len(body), cells, dtype=torch.uint8, device=self.device)
+        codes.scatter_(1, body, BODY + 1)
+        codes.scatter_(1, self.start_head[:, None], HEAD + 1)
+        is_free = codes == EMPTY
+        # A cell that is not free has slot `cells`: the spare column of `free`, where writes do no harm. That is what
+        # makes a move need no masks there.
+        slot = torch.where(is_free, is_free.cumsum(1) - 1, cells)
+        free_first = torch.argsort((~is_free).byte(), dim=1, stable=True)
+        spare = torch.zeros_like(free_first[:, :1])
+        self.start_codes = codes
+        self.start_slot = slot.short()
+        self.start_free = torch.cat([free_first, spare], 1).short()
+        # Numbers that are written by index: a plain one would be copied to the device first, and a graph cannot.
+        self.no_slot = torch.tensor(cells, dtype=torch.int16, device=self.device)
+
+    def _neighbours(self) -> torch.Tensor:
+        """Cell that a move leads to, (cell, direction). Into a wall leads back to the cell itself, where the head is in
+        the way."""
+        rows, columns = self.rules.board
+        cell = torch.arange(self.rules.cells)
         row = cell // columns
         column = cell % columns
-        reached = []
+        neighbours = []
         for row_step, column_step in MOVES:
             next_row = row + row_step
             next_column = column + column_step
-            inside = (next_row >= 0) & (next_row < rows) & (next_column >= 0) & (next_column < columns)
-            reached.append(torch.where(inside, next_row * columns + next_column, cell))
-        self.neighbour = torch.stack(reached, 1).flatten().to(device)
+            row_fits = (next_row >= 0) & (next_row < rows)
+            column_fits = (next_column >= 0) & (next_column < columns)
+            next_cell = next_row * columns + next_column
+            neighbours.append(torch.where(row_fits & column_fits, next_cell, cell))
+        return torch.stack(neighbours, 1)
 
-        # One new game per possible start, to be copied into a lane. A cell that is not free has slot `cells`: the
-        # spare column of `free`, where writes do no harm. That is what makes a move need no masks there.
-        self.start_head = torch.tensor(self.rules.start_heads, device=device)
-        body = self.start_head[:, None] - torch.arange(self.rules.start_length, device=device)
-        self.start_codes = torch.zeros(len(self.start_head), cells, dtype=torch.uint8, device=device)
-        self.start_codes.scatter_(1, body, BODY + 1)
-        self.start_codes.scatter_(1, self.start_head[:, None], HEAD + 1)
-        is_free = self.start_codes == EMPTY
-        self.start_slot = torch.where(is_free, is_free.cumsum(1) - 1, cells).short()
-        free_first = torch.argsort((~is_free).byte(), dim=1, stable=True)
-        spare = torch.zeros_like(free_first[:, :1])
-        self.start_free = torch.cat([free_first, spare], 1).short()
-        # Numbers that are written by index: a plain one would be copied to the device first, and a graph cannot.
-        self.no_slot = torch.tensor(cells, dtype=torch.int16, device=device)
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=self.device)
 
     def _make_state(self) -> None:
         """What a step changes."""
         n = self.num_envs
         cells = self.rules.cells
-        device = self.device
-        self.codes = torch.zeros(n, cells, dtype=torch.uint8, device=device)
-        self.final_codes = torch.zeros(n, cells, dtype=torch.uint8, device=device)
-        self.free = torch.zeros(n, cells + 1, dtype=torch.int16, device=device)  # cells, the first `num_free` count
-        self.slot = torch.zeros(n, cells, dtype=torch.int16, device=device)  # where a cell stands in `free`
-        self.num_free = torch.zeros(n, dtype=torch.int64, device=device)
-        self.head = torch.zeros(n, dtype=torch.int64, device=device)
-        self.tail = torch.zeros(n, dtype=torch.int64, device=device)
-        self.heading = torch.zeros(n, dtype=torch.int64, device=device)
-        self.draws = torch.zeros(n, dtype=torch.int64, device=device)
-        self.clock = torch.zeros(n, dtype=torch.int64, device=device)
-        self.length = torch.zeros(n, dtype=torch.int64, device=device)
-        self.score = torch.zeros(n, dtype=torch.int64, device=device)
-        self.episode_return = torch.zeros(n, device=device)
+        self.codes = self._zeros(n, cells, dtype=torch.uint8)
+        self.final_codes = torch.zeros_like(self.codes)
+        self.free = self._zeros(n, cells + 1, dtype=torch.int16)  # cells, the first `num_free` count
+        self.slot = self._zeros(n, cells, dtype=torch.int16)  # where a cell stands in `free`
+        self.num_free = self._zeros(n)
+        self.head = self._zeros(n)
+        self.tail = self._zeros(n)
+        self.heading = self._zeros(n)
+        self.draws = self._zeros(n)
+        self.clock = self._zeros(n)
+        self.length = self._zeros(n)
+        self.score = self._zeros(n)
+        self.episode_return = self._zeros(n, dtype=torch.float32)
         # Games finished since the caller last zeroed this, and the sums of their score, length and return.
-        self.finished = torch.zeros(4, device=device)
+        self.finished = self._zeros(4, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All that the games are, as the tensors themselves, not copies."""
@@ -97,17 +103,7 @@ class SnakeBatch:
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
         """Raises ValueError, before anything is changed, for values that no game has."""
-        state = self.state_dict()
-        if set(saved) != set(state):
-            raise ValueError(f"games must have {', '.join(state)}")
-        for name, tensor in state.items():
-            if saved[name].dtype != tensor.dtype or saved[name].shape != tensor.shape:
-                raise ValueError(f"{name} must be {tensor.dtype} {list(tensor.shape)}")
-        problem = self._problem(**{name: tensor.cpu() for name, tensor in saved.items()})
-        if problem:
-            raise ValueError(f"not games of Snake on this board: {problem}")
-        for name, tensor in state.items():
-            tensor.copy_(saved[name])
+        load_state(self.state_dict(), saved, self._problem)
 
     def _problem(
         self, codes, free, slot, head, tail, heading, num_free, draws, clock, length, score, episode_return, finished
@@ -137,34 +133,45 @@ class SnakeBatch:
         if not (episode_return.isfinite().all() and finished.isfinite().all()):
             return "returns must be finite"
 
-        free = free.long()
-        slot = slot.long()
-        lanes = torch.arange(self.num_envs)
-        is_snake = codes >= BODY
         is_free = codes == EMPTY
-        if (codes[lanes, head] != HEAD + heading).any() or ((codes >= HEAD).sum(1) != 1).any():
+        snake_length = (codes >= BODY).sum(1)
+        head_code = codes.gather(1, head[:, None]).squeeze(1)
+        num_heads = (codes >= HEAD).sum(1)
+        num_food = (codes == FOOD).sum(1)
+        if (head_code != HEAD + heading).any() or (num_heads != 1).any():
             return "head and codes differ"
-        if ((codes == FOOD).sum(1) != 1).any():
+        if (num_food != 1).any():
             return "not one food"
-        if (is_snake.sum(1) - rules.start_length != score).any():
+        if (snake_length - rules.start_length != score).any():
             return "score is not what was eaten"
-        # From the tail, code by code, over every cell of the snake to the head.
-        neighbour = self.neighbour.cpu()
-        cell = tail
-        arrives = is_snake.sum(1) - 1
-        for step in range(int(arrives.max()) + 1):
-            if ((cell == head) != (step >= arrives)).any() or not is_snake[lanes, cell].all():
-                return "a snake in pieces"
-            before = cell
-            direction = codes[lanes, cell].long() - BODY
-            cell = torch.where(cell == head, head, neighbour[cell * 4 + direction.clamp(max=3)])
-            if ((cell == head) & (before != head) & (direction != heading)).any():
-                return "a head that looks elsewhere"
+        problem = self._body_problem(codes, head, tail, heading, snake_length)
+        if problem:
+            return problem
+        slot = slot.long()
         slot_fits = torch.where(is_free, slot < num_free[:, None], slot == cells)
         if (is_free.sum(1) != num_free).any() or not slot_fits.all():
             return "num_free or slots are not those of the free cells"
-        if (free.gather(1, slot) != torch.arange(cells))[is_free].any():
+        cell_in_slot = free.long().gather(1, slot)
+        if (cell_in_slot != torch.arange(cells))[is_free].any():
             return "free cells that are not free"
+        return None
+
+    def _body_problem(self, codes, head, tail, heading, snake_length) -> str | None:
+        """From the tail, code by code, over every cell of the snake to the head."""
+        neighbour = self.neighbour.cpu()
+        cell = tail
+        for step in range(int(snake_length.max())):
+            code = codes.gather(1, cell[:, None]).squeeze(1).long()
+            at_head = cell == head
+            at_end = step >= snake_length - 1
+            if (at_head != at_end).any() or (code < BODY).any():
+                return "a snake in pieces"
+            direction = code - BODY
+            next_cell = neighbour[cell * 4 + direction.clamp(max=3)]
+            cell = torch.where(at_head, head, next_cell)
+            arrives = (cell == head) & ~at_head
+            if (arrives & (direction != heading)).any():
+                return "a head that looks elsewhere"
         return None
 
     def reset(self) -> torch.Tensor:
@@ -179,9 +186,9 @@ class SnakeBatch:
             is_reversal = action ^ 2 == self.heading
             heading = torch.where(is_reversal, self.heading, action)
         cell = self.neighbour[self.head * 4 + heading]
-        found = self.codes.view(-1)[self.base + cell]
-        eats = found == FOOD
-        dead = found > FOOD
+        code = self.codes.view(-1)[self.base + cell]
+        eats = code == FOOD
+        dead = code > FOOD
         if not rules.solid_tail:
             dead &= (cell != self.tail) | (cell == self.head)
         # A deadly move is not carried out.
@@ -197,24 +204,30 @@ class SnakeBatch:
         won = eats & (self.num_free == 0)
         terminated = dead | won
         truncated = (self.clock >= rules.limit) & ~terminated
-        reward = eats * (rules.food_reward - rules.step_reward) + dead * (rules.death_reward - rules.step_reward)
+        food_reward = eats * (rules.food_reward - rules.step_reward)
+        death_reward = dead * (rules.death_reward - rules.step_reward)
+        reward = food_reward + death_reward
         reward += rules.step_reward
         self.episode_return += reward
         self._place_food(*self._select(eats & ~won))
 
+        done = terminated | truncated
+        info = self._final_info(done, won)
+        self._start(*self._select(done))
+        return self.codes.view(-1, *rules.board), reward, terminated, truncated, info
+
+    def _final_info(self, done: torch.Tensor, won: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a step says of the games before new ones start; finished ones are added up."""
         self.final_codes.copy_(self.codes)
-        info = {
-            "final_obs": self.final_codes.view(-1, *rules.board),
+        finished = [done, self.score * done, self.length * done, self.episode_return * done]
+        self.finished += torch.stack(finished).sum(1)
+        return {
+            "final_obs": self.final_codes.view(-1, *self.rules.board),
             "score": self.score.clone(),
             "length": self.length.clone(),
             "return": self.episode_return.clone(),
             "won": won,
         }
-        done = terminated | truncated
-        sums = torch.stack([done, self.score * done, self.length * done, self.episode_return * done]).sum(1)
-        self.finished += sums
-        self._start(*self._select(done))
-        return self.codes.view(-1, *rules.board), reward, terminated, truncated, info
 
     def _move(self, cell: torch.Tensor, heading: torch.Tensor, tail_leaves: torch.Tensor) -> None:
         """The body grows behind the head, the tail leaves, the head arrives: in this order, as they may be one cell."""
@@ -258,12 +271,13 @@ class SnakeBatch:
         num_free = self.num_free[lanes]
         head = self.head[lanes]
         pick = self._draw(lanes, mask) % num_free.clamp(min=1)
+        last_slot = (num_free - 1).clamp(min=0)
         # Where the mask is off, the head stands in for both cells: it is not free, and what is written there is so too.
         cell = torch.where(mask, free[free_base + pick], head)
-        last = torch.where(mask, free[free_base + (num_free - 1).clamp(min=0)], head)
+        last_cell = torch.where(mask, free[free_base + last_slot], head)
         pick = torch.where(mask, pick, self.rules.cells)
-        free[free_base + pick] = last.short()
-        slot[base + last] = pick.short()
+        free[free_base + pick] = last_cell.short()
+        slot[base + last_cell] = pick.short()
         slot[base + cell] = self.no_slot
         codes[base + cell] = torch.where(mask, FOOD, codes[base + cell])
         self.num_free[lanes] -= mask.long()
@@ -272,91 +286,21 @@ class SnakeBatch:
         """Copy a new game into the lanes that count, and its first food."""
         start = self._draw(lanes, mask) % len(self.start_head)
         head = self.start_head[start]
-        row_mask = mask[:, None]
-        self.codes[lanes] = torch.where(row_mask, self.start_codes[start], self.codes[lanes])
-        self.free[lanes] = torch.where(row_mask, self.start_free[start], self.free[lanes])
-        self.slot[lanes] = torch.where(row_mask, self.start_slot[start], self.slot[lanes])
-        self.num_free[lanes] = torch.where(mask, self.rules.cells - self.rules.start_length, self.num_free[lanes])
-        self.head[lanes] = torch.where(mask, head, self.head[lanes])
-        self.tail[lanes] = torch.where(mask, head - self.rules.start_length + 1, self.tail[lanes])
-        self.heading[lanes] = torch.where(mask, 1, self.heading[lanes])
-        self.clock[lanes] = torch.where(mask, 0, self.clock[lanes])
-        self.length[lanes] = torch.where(mask, 0, self.length[lanes])
-        self.score[lanes] = torch.where(mask, 0, self.score[lanes])
-        self.episode_return[lanes] = torch.where(mask, 0.0, self.episode_return[lanes])
+        tail = head - self.rules.start_length + 1
+        num_free = self.rules.cells - self.rules.start_length
+
+        def write(state: torch.Tensor, value: torch.Tensor | float, mask: torch.Tensor = mask) -> None:
+            state[lanes] = torch.where(mask, value, state[lanes])
+
+        write(self.codes, self.start_codes[start], mask[:, None])
+        write(self.free, self.start_free[start], mask[:, None])
+        write(self.slot, self.start_slot[start], mask[:, None])
+        write(self.num_free, num_free)
+        write(self.head, head)
+        write(self.tail, tail)
+        write(self.heading, 1)
+        write(self.clock, 0)
+        write(self.length, 0)
+        write(self.score, 0)
+        write(self.episode_return, 0.0)
         self._place_food(lanes, mask)
-
-
-class SnakeVectorEnv(VectorEnv):
-    """`SnakeBatch` for users of Gymnasium's vector API: NumPy in, NumPy out, finished games restart in the same step.
-
-    `reset(seed=s)` starts the lanes' streams of seed s: lane i plays what `SnakeEnv(lane=i)` plays with that seed.
-    A list of seeds is one for each lane: lane i then plays what a `SnakeEnv()` of its own, as `SyncVectorEnv` would
-    have it, plays with seed i of the list, and goes on with its stream where that is None. `info` is what
-    `SyncVectorEnv` makes of the rule book's. Actions other than (num_envs,) whole numbers 0 to 3 raise ValueError.
-    """
-
-    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
-
-    def __init__(self, num_envs: int = 1, render_mode: str | None = None, **rules: Any) -> None:
-        self.num_envs = num_envs
-        self.render_mode = render_mode
-        self.rules = Rules(**rules)
-        self.single_observation_space = self.rules.observation_space
-        self.single_action_space = gym.spaces.Discrete(4)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.kwargs = rules
-        self.batch = None
-
-    def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None
-    ) -> tuple[np.ndarray, dict]:
-        seeds = None
-        if np.ndim(seed) > 0:  # one for each lane
-            seeds = seed
-            seed = None
-            if len(seeds) != self.num_envs:
-                raise ValueError(f"{len(seeds)} seeds for {self.num_envs} games: must be as many, or one for all")
-        super().reset(seed=seed)
-        if seed is None and self.batch is None:
-            seed = int(self.np_random.integers(2**32))
-        if seed is not None:
-            self.batch = SnakeBatch(self.num_envs, seed=seed, **self.kwargs)
-        if seeds is not None:
-            for lane, lane_seed in enumerate(seeds):
-                if lane_seed is not None:
-                    self.batch.key[lane] = lane_key(lane_seed, 0)
-                    self.batch.draws[lane] = 0
-        obs = self.rules.observe(self.batch.reset().numpy())
-        score = np.zeros(self.num_envs, int)
-        won = np.zeros(self.num_envs, bool)
-        return obs, self._info(score, won, np.ones(self.num_envs, bool))
-
-    def step(self, actions: np.ndarray):
-        actions = np.asarray(actions)
-        if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
-            raise ValueError(f"actions {actions}: must be {self.num_envs} whole numbers")
-        if actions.min() < 0 or actions.max() > 3:
-            raise ValueError(f"actions {actions}: must be 0, 1, 2 or 3 each")
-        obs, reward, terminated, truncated, info = self.batch.step(torch.as_tensor(actions, dtype=torch.int64))
-        done = (terminated | truncated).numpy()
-        score = info["score"].numpy()
-        won = info["won"].numpy()
-        # A game that has ended shows its last info beside its last observation; what is left is of the new game.
-        infos = self._info(np.where(done, 0, score), won & ~done, np.ones(self.num_envs, bool))
-        if done.any():
-            final = np.full(self.num_envs, None, object)
-            final_obs = self.rules.observe(info["final_obs"].numpy())
-            for lane in done.nonzero()[0]:
-                final[lane] = final_obs[lane]
-            infos["final_obs"] = final
-            infos["_final_obs"] = done
-            infos["final_info"] = self._info(np.where(done, score, 0), won & done, done)
-            infos["_final_info"] = done
-        obs = self.rules.observe(obs.numpy())
-        return obs, reward.double().numpy(), terminated.numpy(), truncated.numpy(), infos
-
-    def _info(self, score: np.ndarray, won: np.ndarray, mask: np.ndarray) -> dict:
-        """What `SnakeEnv` has in its info, and of which lanes."""
-        return {"score": score, "_score": mask, "won": won, "_won": mask.copy()}

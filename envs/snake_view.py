@@ -33,50 +33,65 @@ class EgocentricView:
 
     def __init__(self, board: tuple[int, int], device: torch.device) -> None:
         rows, columns = board
-        reach = max(board) - 1
-        self.side = 2 * reach + 1
+        self.board = board
+        self.reach = max(board) - 1
+        self.side = 2 * self.reach + 1
         self.center = self.side**2 // 2
-
-        cells = grid(range(rows), range(columns))
-        block_centers = grid(range(-1, rows + 1), range(-1, columns + 1))  # the outer ones reach one cell of the board
-        offsets = grid(range(-reach, reach + 1), range(-reach, reach + 1))
-        near = offsets[offsets.abs().amax(1) <= self.NEAR]
-        far = offsets[(offsets % self.BLOCK == 0).all(1)]
-        self.num_features = len(near) + len(far)
-
+        self.cells = grid(range(rows), range(columns))  # (row, column) of each
         moves = torch.tensor(MOVES)
         back = -moves
         right = moves.roll(-1, 0)
-        axes = torch.stack([back, right], 1)  # (heading, 2, 2): the turned board's axes as steps in row and column
+        self.axes = torch.stack([back, right], 1)  # (heading, 2, 2): the turned board's axes as steps in row and column
+        self._make_sources(device)
+        self._make_turned(device)
 
-        # Every feature is a column of `sources`: one cell, the sum over a block / BLOCK, or nothing (off the board).
-        distance = (cells[:, None] - block_centers).abs().amax(2)
-        blocks = (distance <= self.BLOCK // 2) / self.BLOCK
-        nothing = torch.zeros(len(cells), 1)
-        self.sources = torch.cat([torch.eye(len(cells)), blocks, nothing], 1).to(device)
+    def _make_sources(self, device: torch.device) -> None:
+        """A feature is a column of `sources`: one cell, the sum over a block / BLOCK, or nothing (off the board)."""
+        rows, columns = self.board
+        num_cells = len(self.cells)
+        one_cell = torch.eye(num_cells)
+        block_centers = grid(range(-1, rows + 1), range(-1, columns + 1))  # the outer ones reach one cell of the board
+        distance = (self.cells[:, None] - block_centers).abs().amax(2)
+        block = (distance <= self.BLOCK // 2) / self.BLOCK
+        nothing = torch.zeros(num_cells, 1)
+        self.sources = torch.cat([one_cell, block, nothing], 1).to(device)
         off_board = self.sources.shape[1] - 1
 
-        def source_of(offsets: torch.Tensor, margin: int, first: int) -> torch.Tensor:
-            """Column of `sources` for (heading, head cell, offset), on a board with a margin."""
-            row, column = (cells[:, None] + (offsets @ axes)[:, None] + margin).unbind(3)
-            height = rows + 2 * margin
-            width = columns + 2 * margin
-            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-            return torch.where(inside, first + row * width + column, off_board)
+        span = range(-self.reach, self.reach + 1)
+        offsets = grid(span, span)
+        near = offsets[offsets.abs().amax(1) <= self.NEAR]
+        far = offsets[(offsets % self.BLOCK == 0).all(1)]
+        self.num_features = len(near) + len(far)
+        near_cell, is_near_cell = self._cell_at(near, margin=0)
+        far_block, is_far_block = self._cell_at(far, margin=1)
+        near_source = torch.where(is_near_cell, near_cell, off_board)
+        far_source = torch.where(is_far_block, num_cells + far_block, off_board)
+        feature_source = torch.cat([near_source, far_source], 2)  # (heading, head cell, feature)
+        self.feature_source = feature_source.short().to(device)
 
-        near_sources = source_of(near, margin=0, first=0)
-        far_sources = source_of(far, margin=1, first=len(cells))
-        self.feature_source = torch.cat([near_sources, far_sources], 2).short().to(device)
+    def _cell_at(self, offsets: torch.Tensor, margin: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cell of the board with a margin around it, for (heading, head cell, offset), and whether there is one."""
+        steps = offsets @ self.axes  # (heading, offset, 2)
+        row, column = (self.cells[:, None] + steps[:, None] + margin).unbind(3)
+        rows = self.board[0] + 2 * margin
+        columns = self.board[1] + 2 * margin
+        row_fits = (row >= 0) & (row < rows)
+        column_fits = (column >= 0) & (column < columns)
+        return row * columns + column, row_fits & column_fits
 
+    def _make_turned(self, device: torch.device) -> None:
+        """Codes, their features, and positions on the turned board, by heading."""
         code = torch.arange(NUM_CODES)
         heading = torch.arange(NUM_HEADINGS)[:, None]
-        turned_direction = (code - BODY - heading) % 4
         direction = (code - BODY) % 4
+        turned_direction = (direction - heading) % 4
         turned_code = torch.where(code < BODY, code, code - direction + turned_direction)
-        self.turned_code = turned_code.to(device)
         cell_features = torch.tensor(CELL_FEATURES).float()[turned_code]
+        row_step = self.side * self.axes[:, 0]
+        turned_index = (row_step + self.axes[:, 1]) @ self.cells.T  # (heading, cell)
+        self.turned_code = turned_code.to(device)
         self.cell_features = cell_features.view(NUM_HEADINGS * NUM_CODES, 3).to(device)
-        self.turned_index = ((self.side * axes[:, 0] + axes[:, 1]) @ cells.T).to(device)  # (heading, cell)
+        self.turned_index = turned_index.to(device)
 
     def locate(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Flat codes (B, cells), heading, head cell, and the positions of cell 0 and of the food, (B,) each."""
@@ -93,8 +108,9 @@ class EgocentricView:
         codes, heading, head, _, food_position = self.locate(obs)
         cell_features = F.embedding(codes + NUM_CODES * heading[:, None], self.cell_features)
         all_features = cell_features.mT @ self.sources
-        index = self.feature_source[heading, head].long()
-        return heading, all_features.gather(2, index[:, None].expand(-1, 3, -1)), food_position
+        source = self.feature_source[heading, head].long()
+        features = all_features.gather(2, source[:, None].expand(-1, 3, -1))
+        return heading, features, food_position
 
     def tokens(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Heading (B,), turned codes (B, cells), positions (B, cells), head cell (B,) and position of the food (B,)."""

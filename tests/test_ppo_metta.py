@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
 import ppo_metta
-from envs.metta import FEATURES, MettaBatch
+from envs.metta_batch import MettaBatch
+from envs.metta_rules import FEATURES
 from ppo_metta import (
     PRESETS,
     Agent,

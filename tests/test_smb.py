@@ -137,11 +137,11 @@ def test_a_gap_kills() -> None:
     game.ram = bytearray(game.ram)
     for place, value, dead in ((smb.BELOW, 1, False), (smb.BELOW, 2, True), (smb.PLAYER, 0x0B, True)):
         game.ram[smb.BELOW], game.ram[smb.PLAYER], game.ram[place] = 1, 8, value
-        game._look()
+        game._read_ram()
         assert game.dead == dead
     game.ram[smb.BELOW], game.ram[smb.PLAYER], game.ram[smb.MODE] = 1, 8, 2
     game.ram[smb.SCORE : smb.SCORE + 6] = bytes([0, 0, 1, 2, 3, 4])
-    game._look()
+    game._read_ram()
     assert game.flag and game.score == 12340
 
 

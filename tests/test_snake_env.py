@@ -14,8 +14,9 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import envs  # noqa: F401  registers the ids
+from envs.gym_vector import SnakeVectorEnv
 from envs.snake import BODY, EMPTY, FOOD, HEAD, MOVES, VARIANTS, Rules, SnakeEnv
-from envs.snake_batch import SnakeBatch, SnakeVectorEnv
+from envs.snake_batch import SnakeBatch
 
 SETTINGS = {
     **VARIANTS,
@@ -323,7 +324,7 @@ def test_games_that_cannot_be_are_refused_before_anything_is_changed(what: str) 
     edits_of_games()[what](state)
     second.reset()
     before = {name: tensor.clone() for name, tensor in second.state_dict().items()}
-    with pytest.raises(ValueError, match="must|not games of Snake"):
+    with pytest.raises(ValueError, match="must|not games of these rules"):
         second.load_state_dict(state)
     for name, tensor in second.state_dict().items():
         assert torch.equal(tensor, before[name])
@@ -340,7 +341,7 @@ def test_a_body_that_leads_elsewhere_is_refused() -> None:
         for code in range(BODY, HEAD):
             state["codes"][lane, cell] = code
             if code != right:
-                with pytest.raises(ValueError, match="not games of Snake"):
+                with pytest.raises(ValueError, match="not games of these rules"):
                     batch.load_state_dict(state)
         state["codes"][lane, cell] = right
     batch.load_state_dict(state)
@@ -648,8 +649,8 @@ def test_nothing_that_only_unix_has_is_needed() -> None:
     """Hidden after the packages have been imported, which may have ways of their own around it."""
     program = "import sys, gymnasium, gymnasium.vector, numpy, torch\n"
     program += f"for name in {UNIX_ONLY}:\n    sys.modules[name] = None\n"
-    program += "import envs, envs.snake_batch, envs.metta\n"
-    program += "envs.snake_batch.SnakeBatch(2).reset(), envs.metta.MettaBatch(1).reset()"
+    program += "import envs, envs.snake_batch, envs.metta_batch\n"
+    program += "envs.snake_batch.SnakeBatch(2).reset(), envs.metta_batch.MettaBatch(1).reset()"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
     for path in (Path(__file__).parent.parent / "envs").glob("*.py"):
         imported = {

@@ -15,7 +15,11 @@ from tape import Cuda, Refused, install
 import dqn_mario_async
 import dqn_snake
 import dqn_snake_sb3_compat
-import envs.metta
+import envs.metta_actions
+import envs.metta_batch
+import envs.metta_maps
+import envs.metta_tables
+import envs.metta_tokens
 import envs.snake_batch
 import envs.snake_view
 import ppo_metta
@@ -67,6 +71,8 @@ COMBINATIONS = {
     ],
 }  # fmt: skip
 EVERY_ONE = [(script, flags) for script, every in COMBINATIONS.items() for flags in every]
+GAMES = [envs.snake_batch, envs.snake_view, envs.metta_batch, envs.metta_actions, envs.metta_maps]
+GAMES += [envs.metta_tables, envs.metta_tokens]
 TIMES = "args elapsed collected"  # parts of a checkpoint that tell of the run's name and of the clock
 
 
@@ -98,7 +104,7 @@ def train(monkeypatch, script: ModuleType, folder: Path, **flags: Any) -> tuple[
 
     with monkeypatch.context() as patch:
         patch.setattr(script, "write_scalars", write_scalars)
-        cuda = install(patch, script, envs.snake_batch, envs.snake_view, envs.metta)
+        cuda = install(patch, script, *GAMES)
         summary = script.main(script.Args(**flags))
     saved = torch.load(folder / flags["run_name"] / "checkpoint.pt", weights_only=True)
     state = leaves("", {name: part for name, part in saved.items() if name not in TIMES.split()})
