@@ -652,11 +652,16 @@ class MettaBatch:
     does.
     """
 
+    features = dict(enumerate(FEATURES))  # names of the numbers in tokens
+    view_shape = (2 * VIEW + 1, 2 * VIEW + 1)  # rows and columns that an agent sees
+    num_actions = len(ACTIONS)
+
     def __init__(self, num_games: int, device: torch.device | str = "cpu", seed: int = 0, **rules: Any) -> None:
         self.rules, self.num_games, self.device = Rules(**rules), num_games, torch.device(device)
         if num_games < 1:
             raise ValueError(f"num_games {num_games}: must be at least 1")
         self.num_agents = num_games * self.rules.num_agents
+        self.max_steps = self.rules.max_steps
         self.fixed_shapes = self.device.type != "cpu"
         rules, lanes, agents = self.rules, num_games, self.num_agents
         names = rules.converters * rules.instances

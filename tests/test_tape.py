@@ -16,8 +16,10 @@ import dqn_mario_async
 import dqn_snake
 import dqn_snake_sb3_compat
 import envs.metta
+import envs.metta_view
 import envs.snake_batch
 import envs.snake_view
+import envs.vector_envs
 import ppo_metta
 
 ROOT = Path(__file__).parent.parent
@@ -98,7 +100,8 @@ def train(monkeypatch, script: ModuleType, folder: Path, **flags: Any) -> tuple[
 
     with monkeypatch.context() as patch:
         patch.setattr(script, "write_scalars", write_scalars)
-        cuda = install(patch, script, envs.snake_batch, envs.snake_view, envs.metta)
+        games = (envs.snake_batch, envs.snake_view, envs.metta, envs.metta_view, envs.vector_envs)
+        cuda = install(patch, script, *games)
         summary = script.main(script.Args(**flags))
     saved = torch.load(folder / flags["run_name"] / "checkpoint.pt", weights_only=True)
     state = leaves("", {name: part for name, part in saved.items() if name not in TIMES.split()})
@@ -195,7 +198,7 @@ BROKEN = {  # script, what stands there, what is put in its place, and why that 
         "grad *= 1 if norm < args.max_grad_norm else (args.max_grad_norm",
         "_local_scalar_dense",
     ),
-    "number to the host": (ppo_metta, "approx_kl.copy_(parts[3])", "approx_kl.fill_(parts.tolist()[3])", "tolist"),
+    "number to the host": (ppo_metta, "approx_kl.copy_(losses[3])", "approx_kl.fill_(losses.tolist()[3])", "tolist"),
     "optimizer": (dqn_mario_async, "capturable=graphs", "capturable=False", "AdamW is not capturable"),
     "generator": (
         dqn_snake,
