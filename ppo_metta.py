@@ -447,13 +447,7 @@ class TokenBag(nn.Module):
 
     @torch.compiler.disable
     def sparse(self, tokens: torch.Tensor) -> torch.Tensor:
-        is_token = self.view.is_token(tokens)
-        num_tokens = is_token.sum(1)
-        longest = int(num_tokens.max())  # empty tokens are behind all others
-        tokens = self.view.mark_faced(tokens[:, :longest])
-        channel, cell, weight = self.view.lookup(tokens[is_token[:, :longest]])
-        row = channel * self.view.num_cells + cell
-        bag_start = F.pad(num_tokens.cumsum(0)[:-1], (1, 0)).int()
+        row, bag_start, weight = self.view.bags(tokens)
         return SparseLinear.apply(self.table, row, bag_start, weight) + self.bias
 
     def dense(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -536,9 +530,8 @@ class TokenAttention(nn.Module):
         self.norm = nn.LayerNorm(width, device=device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        if tokens.device.type == "cpu":  # empty tokens are behind all others
-            longest = int(self.view.is_token(tokens).sum(1).max())
-            tokens = tokens[:, :longest]
+        if tokens.device.type == "cpu":
+            tokens = self.view.trim(tokens)
         mask = self.view.is_token(tokens)
         channel, cell, weight = self.view.lookup(self.view.mark_faced(tokens))
         x = self.channel(channel) * weight[..., None] + self.cell(cell)
@@ -751,17 +744,20 @@ class Rollout:
         self.bptt_horizon = args.bptt_horizon
         step_bytes = obs.numel() + (40 + 4 * state_size // args.bptt_horizon) * num_agents
         check_memory("--num-steps", args.num_steps, step_bytes, device, 8 * obs.numel(), args.bptt_horizon)
-        shape = (args.num_steps, num_agents)
+
+        def zeros(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(args.num_steps, num_agents, dtype=dtype, device=device)
+
         self.obs = torch.zeros(args.num_steps, *obs.shape, dtype=torch.uint8, device=device)
-        self.action = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.logprob = torch.zeros(shape, device=device)
-        self.reward = torch.zeros(shape, device=device)
-        self.value = torch.zeros(shape, device=device)
-        self.ratio = torch.zeros(shape, device=device)
-        self.terminated = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.truncated = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.episode_start = torch.zeros(shape, dtype=torch.bool, device=device)
         self.state = torch.zeros(args.num_steps // args.bptt_horizon, num_agents, state_size, device=device)
+        self.episode_start = zeros(torch.bool)
+        self.action = zeros(torch.int64)
+        self.logprob = zeros()
+        self.value = zeros()
+        self.ratio = zeros()
+        self.reward = zeros()
+        self.terminated = zeros(torch.bool)
+        self.truncated = zeros(torch.bool)
         self.final_obs = torch.zeros_like(obs, device=device)
         self.final_state = torch.zeros(num_agents, state_size, device=device)
 
@@ -783,28 +779,39 @@ class Rollout:
         return [obs, state, episode_start, action, logprob]
 
 
-@torch.no_grad()
+class Player:
+    """Agents in games that nobody learns from. They draw actions as in training: a policy that always takes its
+    likeliest action gets stuck in front of its own kind."""
+
+    def __init__(self, agent: Agent, num_agents: int, device: torch.device) -> None:
+        self.agent = agent
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(EVAL_SEED)
+        self.state = torch.zeros(num_agents, agent.state_size, device=device)
+        self.no_start = torch.zeros(1, num_agents, dtype=torch.bool, device=device)
+
+    @torch.no_grad()
+    def act(self, obs: torch.Tensor) -> torch.Tensor:
+        logits, _, self.state = self.agent(obs.to(self.device)[None], self.state, self.no_start)
+        return sample(logits[0], self.generator)
+
+
 def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
-    """Hearts of `episodes` agents in games no training seed has, whole episodes; actions are drawn, as in training: a
-    policy that always takes its likeliest action gets stuck in front of its own kind."""
+    """Hearts of `episodes` agents, rounded up to whole games: whole episodes with maps that no training seed has."""
     cpu = torch.device("cpu")  # of few games a step is over sooner there than a GPU has launched it
     agents_per_game = len(make_games(args, 1, cpu, EVAL_SEED).obs)
     num_games = math.ceil(episodes / agents_per_game)
     games = make_games(args, num_games, cpu, EVAL_SEED, evaluation=True)
     obs = games.obs
     num_agents = len(obs)
-    generator = torch.Generator(device).manual_seed(EVAL_SEED)
-    state = torch.zeros(num_agents, agent.state_size, device=device)
-    no_start = torch.zeros(1, num_agents, dtype=torch.bool, device=device)
-    hearts = torch.zeros(num_agents, device=device)
-    playing = torch.ones(num_agents, dtype=torch.bool, device=device)
-    while playing.any():  # sync: evaluation is not on the clock
-        logits, _, state = agent(obs.to(device)[None], state, no_start)
-        action = sample(logits[0], generator)
-        obs, _, terminated, truncated, info = games.step(action.to(obs.device))
-        first_end = (terminated | truncated).to(device) & playing
-        hearts = torch.where(first_end, info["hearts"].to(device).float(), hearts)
-        playing = playing & ~first_end
+    player = Player(agent, num_agents, device)
+    hearts = torch.zeros(num_agents)
+    playing = torch.ones(num_agents, dtype=torch.bool)
+    while playing.any():
+        obs, _, terminated, truncated, info = games.step(player.act(obs).cpu())
+        first_end = (terminated | truncated) & playing
+        hearts = torch.where(first_end, info["hearts"].float(), hearts)
+        playing &= ~first_end
     return {
         "eval_score_mean": hearts.mean().item(),
         "eval_score_median": hearts.median().item(),
@@ -816,18 +823,8 @@ def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> d
 def watch_game(agent: Agent, args: Args, device: torch.device, render_mode: str) -> Iterator:
     """Frames of one game, played by the rule book."""
     arena = MettaArena(render_mode, **rules_of(args), random_first_length=False)
-    num_agents = arena.rules.num_agents
-    generator = torch.Generator(device).manual_seed(EVAL_SEED)
-    state = torch.zeros(num_agents, agent.state_size, device=device)
-    no_start = torch.zeros(1, num_agents, dtype=torch.bool, device=device)
-
-    @torch.no_grad()
-    def policy(obs: np.ndarray) -> list[int]:
-        logits, _, new_state = agent(torch.as_tensor(obs, device=device)[None], state, no_start)
-        state.copy_(new_state)
-        return sample(logits[0], generator).tolist()
-
-    return play_parallel(arena, policy, EVAL_SEED)
+    player = Player(agent, arena.rules.num_agents, device)
+    return play_parallel(arena, lambda obs: player.act(torch.as_tensor(obs)).tolist(), EVAL_SEED)
 
 
 def save_gif(agent: Agent, args: Args, device: torch.device, folder: Path) -> None:
@@ -1653,6 +1650,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         wall_seconds = sum(seconds.values())
         new_steps = global_step - logged_step
         new_updates = updates - logged_updates
+        new_samples = new_updates * minibatch_size * RANKS
         episodes, hearts, length, episodic_return = all_reduce(envs.read_finished().to(device), "SUM").tolist()
         pg_loss, v_loss, entropy, kl, clipfrac = (loss_sums / max(new_updates, 1)).tolist()
         loss_sums.zero_()
@@ -1661,8 +1659,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         scalars = {
             "charts/SPS": new_steps / wall_seconds,
             "charts/updates_per_second": new_updates / wall_seconds,
-            "charts/samples_per_second": new_updates * minibatch_size * RANKS / wall_seconds,
-            "charts/replay_ratio": new_updates * minibatch_size * RANKS / new_steps,
+            "charts/samples_per_second": new_samples / wall_seconds,
+            "charts/replay_ratio": new_samples / new_steps,
             "losses/learning_rate": learning_rate.item(),
             "losses/ent_coef": ent_coef.item(),
             "losses/explained_variance": 1 - (advantage.var() / returns.var()).item(),
@@ -1806,6 +1804,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     busy_seconds = sum(timer.total.values()) or math.inf
     new_steps = global_step - first_step
     new_updates = updates - first_update
+    new_samples = new_updates * minibatch_size * RANKS
     graphs = [act_step_and_store, bootstrap, estimate_advantages, update]
     summary = {
         "script": SCRIPT,
@@ -1819,8 +1818,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         "wall_seconds": wall_seconds,
         "env_steps_per_second": new_steps / busy_seconds,
         "updates_per_second": new_updates / busy_seconds,
-        "samples_per_second": new_updates * minibatch_size * RANKS / busy_seconds,
-        "replay_ratio": new_updates * minibatch_size * RANKS / max(new_steps, 1),
+        "samples_per_second": new_samples / busy_seconds,
+        "replay_ratio": new_samples / max(new_steps, 1),
         "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
         "train_fraction": timer.total["learn"] / busy_seconds,
         **scores,

@@ -1,6 +1,7 @@
 """Tokens of an agent in a MettaGrid as features for a network."""
 
 import torch
+import torch.nn.functional as F
 
 from envs.metta import MOVES
 
@@ -64,6 +65,11 @@ class TokenView:
     def is_token(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens[:, :, 0] < self.EMPTY
 
+    def trim(self, tokens: torch.Tensor) -> torch.Tensor:
+        """As many `tokens` (B, tokens, 3) as any of them has, without what is empty in all."""
+        longest = self.is_token(tokens).sum(1).max()
+        return tokens[:, : int(longest)]
+
     def mark_faced(self, tokens: torch.Tensor) -> torch.Tensor:
         """`tokens` (B, tokens, 3), with a position of its own for what is in front of an agent that has a heading."""
         if self.orientation is None:
@@ -85,8 +91,22 @@ class TokenView:
         weight = self.weight.index_select(0, key) * (position < self.EMPTY)
         return channel.view(shape), cell.view(shape), weight.view(shape)
 
+    def bags(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Only what is not empty of tokens (B, tokens, 3): index into channels * cells and weight of each, and where
+        those of an agent begin, (B,)."""
+        is_token = self.is_token(tokens)
+        length = is_token.sum(1)
+        longest = int(length.max())
+        tokens = self.mark_faced(tokens[:, :longest])
+        channel, cell, weight = self.lookup(tokens[is_token[:, :longest]])
+        index = channel * self.num_cells + cell
+        start = F.pad(length.cumsum(0)[:-1], (1, 0))
+        return index, start.int(), weight
+
     def box(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, channels * cells) float32: the weight of every token (B, tokens, 3) where it belongs."""
-        channel, cell, weight = self.lookup(self.mark_faced(tokens))
+        tokens = self.mark_faced(tokens)
+        channel, cell, weight = self.lookup(tokens)
+        index = channel * self.num_cells + cell
         box = torch.zeros(len(tokens), self.num_channels * self.num_cells, device=tokens.device)
-        return box.scatter_add_(1, (channel * self.num_cells + cell).long(), weight)
+        return box.scatter_add_(1, index.long(), weight)

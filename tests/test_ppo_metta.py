@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
 import ppo_metta
-from envs.metta import FEATURES, MettaBatch
-from envs.metta_view import TokenView
+from envs.metta import MettaBatch
 from envs.vector_envs import LocalEnvs, SubprocEnvs, worker_main
 from ppo_metta import (
     PRESETS,
@@ -181,27 +180,6 @@ def test_segments_index_every_step_of_every_lane_once() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ networks
-
-
-def test_tokens_against_a_loop() -> None:
-    view, obs = TokenView(dict(enumerate(FEATURES)), (11, 11), CPU), tokens()[:3]
-    obs[0, 5, 0], obs[0, 5, 2] = 254, 7  # a token of no place, as the real game has them
-    channel, cell, weight = view.lookup(view.mark_faced(obs))
-    for i in np.ndindex(3, 200):
-        place, feature, value = obs[i].tolist()
-        if place == 255:
-            assert weight[i] == 0
-            continue
-        kind = FEATURES[feature] in ("type", "orientation", "last_action")
-        before = sum(16 if FEATURES[f] in TokenView.UNORDERED else 1 for f in range(feature))
-        heading = obs[i[0], (obs[i[0], :, 0] == 0x55) & (obs[i[0], :, 1] == FEATURES.index("orientation")), 2].item()
-        where = 121 if place == 254 else (place >> 4) * 11 + (place & 15)
-        assert cell[i] == (122 if place == (0x45, 0x65, 0x54, 0x56)[heading] else where)
-        if FEATURES[feature] in TokenView.UNORDERED:
-            assert channel[i] == before + value % 16 and weight[i] == 1
-        else:
-            assert not kind
-            assert channel[i] == before and weight[i].item() == pytest.approx(math.log2(1 + value) / 2)
 
 
 def test_a_bag_of_tokens_is_a_linear_layer_on_the_box() -> None:
