@@ -89,14 +89,14 @@ class Args:
     agents: int | None = None
     """agents of an instance (None: as the env-id has it)"""
     num_envs: int | None = None
-    """games played side by side, each of several agents (None: 128 on CPU, 8192 on CUDA, 32 of the real MettaGrid)"""
+    """parallel games, each of several agents (None: 128 on CPU, 8192 on CUDA, 32 of the real MettaGrid)"""
     vec_env: Literal["auto", "device", "subproc"] = "auto"
     """games on the training device, or in worker processes; auto takes workers for the real MettaGrid only"""
     num_workers: int | None = None
-    """processes of subproc; 0 plays in this one (None: at most one for each core, on a CPU for every second one, and as
-    many as the games can be dealt out to)"""
+    """processes of subproc; 0 plays in this one (None: up to one for each core, or for every second one if the CPU
+    learns too, so that the games are dealt out evenly)"""
     async_factor: int = 2
-    """parts of the games in flight: workers play some while the policy looks at another"""
+    """groups of games: workers play some of them while the policy acts for another"""
 
     # Algorithm
     network: Literal["token-bag", "box-cnn", "token-attention"] = "token-bag"
@@ -106,49 +106,49 @@ class Args:
     hidden_size: int = 128
     """width of the layers and of the memory"""
     learning_rate: float = 3e-3
-    """Adam's step size"""
+    """Adam's learning rate"""
     anneal_lr: bool = True
-    """let the step size fall to nothing over the run, as half a cosine"""
+    """let the learning rate fall to zero over the run, as half a cosine"""
     num_steps: int = 32
     """steps of every agent in a rollout"""
     num_minibatches: int | None = None
-    """parts of a rollout, of whole segments; each is an update (None: 16, or 32 of the many games on CUDA)"""
+    """minibatches of a rollout, each of whole segments and one update (None: 16, or 32 for the many games on CUDA)"""
     grad_accumulation: int = 1
-    """parts of a minibatch that go through the network one after another; the gradient is that of all"""
+    """parts of a minibatch that go through the network one after another, for one update"""
     bptt_horizon: int = 32
-    """steps of a segment, the unit of learning that gradients flow through"""
+    """steps of a segment; gradients flow through all of them and no further"""
     update_epochs: int | None = None
-    """times that a rollout is learned from; 0: the agents only play (None: 2 in the real MettaGrid, else 1)"""
+    """epochs over a rollout; 0: the agents only play (None: 2 in the real MettaGrid, else 1)"""
     reward_scale: float = 10.0
-    """rewards are learned from times this: Adam's steps leave a noise in the values that small ones drown in"""
+    """rewards are multiplied by this: Adam's steps leave a noise in the values that small ones drown in"""
     gamma: float | None = None
-    """discount (None: 0.97 in the arena, 0.95 in navigation, 0.9 in the real MettaGrid)"""
+    """discount factor (None: 0.97 in the arena, 0.95 in navigation, 0.9 in the real MettaGrid)"""
     gae_lambda: float = 0.95
-    """how far advantages look ahead"""
+    """lambda of generalized advantage estimation"""
     rho_clip: float = 1.0
-    """V-trace: most that a policy ratio counts in a TD error"""
+    """V-trace: highest policy ratio in a TD error"""
     c_clip: float = 1.0
-    """V-trace: most that it counts in what follows"""
+    """V-trace: highest policy ratio in the sum of later TD errors"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
     clip_coef: float = 0.2
     """policy ratios are clipped this far from 1"""
     vf_clip_coef: float = 10.0
-    """values are clipped this far from what they were"""
+    """values are clipped this far from those of the rollout"""
     ent_coef: float | None = None
-    """weight of the entropy bonus (None: 0.001 in the real MettaGrid, else 0.005)"""
+    """initial weight of the entropy bonus (None: 0.001 in the real MettaGrid, else 0.005)"""
     end_ent_coef: float | None = None
-    """weight it falls to, linearly, by the end of the run (None: 0.0001 in the real MettaGrid, else 0.001)"""
+    """final weight of it, reached linearly (None: 0.0001 in the real MettaGrid, else 0.001)"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
-    """gradients are clipped to this norm"""
+    """maximum norm of the gradient"""
     target_kl: float | None = None
-    """the rest of an iteration's updates is left out when the policy has moved this far (None: never)"""
+    """no more updates on a rollout after one with a larger approximate KL (None: no limit)"""
     prio_alpha: float = 0.0
-    """segments are drawn in proportion to their advantages to this power (0: each once)"""
+    """segments are drawn in proportion to the size of their advantages to this power (0: each once an epoch)"""
     prio_beta0: float = 0.6
-    """how much of that is weighed against at the start; all of it at the end"""
+    """initial exponent of the importance weights that undo this; 1 at the end"""
 
     # Speed
     bf16: bool = False
@@ -279,8 +279,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
 
     cores = max(CORES // LOCAL_RANKS, 1)
     if args.num_workers is None:  # as many as the games can be dealt out to evenly
-        most = cores if on_cuda else max(cores // 2, 1)
-        counts = [n for n in range(1, min(most, args.num_envs) + 1) if args.num_envs % (n * args.async_factor) == 0]
+        limit = min(cores if on_cuda else max(cores // 2, 1), args.num_envs)
+        counts = [n for n in range(1, limit + 1) if args.num_envs % (n * args.async_factor) == 0]
         args.num_workers = max(counts, default=1)
     if args.threads is None:  # all threads wait for one whose core a worker has
         busy_cores = args.num_workers if args.vec_env == "subproc" else 0
@@ -320,10 +320,10 @@ def check_sizes(args: Args, num_agents: int, max_steps: int) -> None:
     if num_steps % horizon:
         advice = f"--num-steps {nearest(num_steps, horizon)}"
         fail(f"--bptt-horizon {horizon}: must divide --num-steps {num_steps}; {advice} works")
-    per_agent = num_steps // horizon
-    segments = per_agent * num_agents
+    segments_per_agent = num_steps // horizon
+    segments = segments_per_agent * num_agents
     all_segments = f"the {segments} segments of a rollout (--num-envs {args.num_envs}: {num_agents} agents, "
-    all_segments += f"{per_agent} of each)"
+    all_segments += f"{segments_per_agent} of each)"
     if segments % parts:
         fail(f"--grad-accumulation {parts}: must divide {all_segments}; 1 works")
     if segments % (args.num_minibatches * parts):
@@ -385,16 +385,15 @@ def games_seed(seed: int, starts: int, worker: int = 0, group: int = 0) -> int:
 
 def make_envs(args: Args, device: torch.device, starts: int, obs_shape: tuple[int, ...]) -> LocalEnvs | SubprocEnvs:
     """`num_envs` games where --vec-env wants them. `obs_shape` is that of one game: agents, tokens, 3."""
-    cpu = torch.device("cpu")
+    games_device = device if args.vec_env == "device" else torch.device("cpu")
     if args.vec_env == "device" or args.num_workers == 0:
-        where = device if args.vec_env == "device" else cpu
-        return LocalEnvs(make_games(args, args.num_envs, where, games_seed(args.seed, starts)))
+        return LocalEnvs(make_games(args, args.num_envs, games_device, games_seed(args.seed, starts)))
     num_games = args.num_envs // (args.num_workers * args.async_factor)
     num_agents, *token_shape = obs_shape
     seeds = []
     for worker in range(args.num_workers):
         seeds.append([games_seed(args.seed, starts, worker, group) for group in range(args.async_factor)])
-    factory = partial(make_games, args, num_games, cpu)
+    factory = partial(make_games, args, num_games, games_device)
     return SubprocEnvs(factory, seeds, (num_games * num_agents, *token_shape), pin_memory=device.type == "cuda")
 
 
@@ -1378,7 +1377,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     global_step = 0
     updates = 0
     seconds_before = 0.0  # of the run that is resumed
-    now = 0.0  # seconds of the run at the last `sync`
+    run_seconds = 0.0  # at the last `sync`
 
     def elapsed() -> float:
         return seconds_before + time.perf_counter() - start_time
@@ -1391,7 +1390,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
 
     def progress() -> float:
         by_steps = global_step / args.total_timesteps if args.total_timesteps else 0
-        by_seconds = now / args.max_seconds if args.max_seconds else 0
+        by_seconds = run_seconds / args.max_seconds if args.max_seconds else 0
         return max(by_steps, by_seconds)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
@@ -1417,7 +1416,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
 
     def load_run_state(checkpoint: dict[str, Any]) -> None:
         """Checks everything first: what does not fit is refused before anything is changed."""
-        nonlocal global_step, updates, seconds_before, now
+        nonlocal global_step, updates, seconds_before, run_seconds
         asked = f"--resume {args.resume}"
         same_device = checkpoint.get("device") == device.type
         load_envs = can_save_envs and "envs" in checkpoint
@@ -1441,7 +1440,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
 
         global_step = checkpoint["global_step"]
         updates = checkpoint["updates"]
-        seconds_before = now = checkpoint["elapsed"]
+        seconds_before = run_seconds = checkpoint["elapsed"]
         if progress() >= 1:
             advice = "a larger --total-timesteps or --max-seconds works"
             fail(f"{asked}: its run is over after {global_step:,} steps and {seconds_before:.0f} s; {advice}")
@@ -1493,11 +1492,11 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         say("on CUDA --bf16, --cudagraph and --compile should make it faster; no GPU has measured it yet")
     if device.type == "cpu" and not args.bf16 and args.rnn != "none" and bf16_speedup() > 1.2:
         say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
-    where = "here"
+    location = "in this process"
     if isinstance(envs, SubprocEnvs):
-        where = f"in {args.num_workers} workers, {envs.num_groups} parts in flight"
+        location = f"in {args.num_workers} workers, {envs.num_groups} groups in flight"
     say(
-        f"{num_agents} agents {where}; rollouts of {args.num_steps} steps, {args.update_epochs} x "
+        f"{num_agents} agents {location}; rollouts of {args.num_steps} steps, {args.update_epochs} x "
         f"{args.num_minibatches} updates on {segments_per_minibatch} segments of {args.bptt_horizon} (replay ratio "
         f"{args.update_epochs}); {sum(weight.numel() for weight in weights):,} weights"
     )
@@ -1514,6 +1513,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         return logits[0], value[0], state
 
     def act(group: int) -> None:
+        """Start a step of a group of games, and store what it was decided on."""
         part = slice(group * group_size, (group + 1) * group_size)
         step = rollout_step[group]
         segment = step // args.bptt_horizon
@@ -1532,6 +1532,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         timer.lap("env")
 
     def receive_and_store(group: int) -> None:
+        """Store what that step led to."""
         part = slice(group * group_size, (group + 1) * group_size)
         step = rollout_step[group]
         results = [result.to(device, non_blocking=True) for result in envs.recv(group)]
@@ -1547,16 +1548,17 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         timer.lap("store")
 
     def act_step_and_store() -> None:
-        """A step of games in this process, the only group."""
+        """Of games in this process, which are one group."""
         act(0)
         receive_and_store(0)
 
     def collect_rollout() -> None:
+        """`num_steps` steps of all agents. Workers play one group while the policy acts for the next one."""
         if isinstance(envs, LocalEnvs):
             for _ in range(args.num_steps):
                 act_step_and_store()
             return
-        for step in range(args.num_steps + 1):  # workers play one group while the policy acts for the next one
+        for step in range(args.num_steps + 1):
             for group in range(envs.num_groups):
                 if step > 0:
                     receive_and_store(group)
@@ -1749,12 +1751,12 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     first_update = logged_updates = updates
     scores = {}
     try:
-        now, stopped = sync()
-        last_log = last_eval = last_checkpoint = now
+        run_seconds, stop = sync()
+        last_log = last_eval = last_checkpoint = run_seconds
         if is_main:
             write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
         timer.lap()
-        while progress() < 1 and not stopped:
+        while progress() < 1 and not stop:
             # 1 act and step, 2 store
             collect_rollout()
             global_step += args.num_steps * num_agents * RANKS
@@ -1762,31 +1764,31 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             timer.lap("act")
 
             # 3 learn
-            done = min(progress(), 1)
+            run_fraction = min(progress(), 1)
             if args.anneal_lr:
-                learning_rate.fill_(args.learning_rate * 0.5 * (1 + math.cos(math.pi * done)))
-            ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * done)
-            prio_beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * done)
+                learning_rate.fill_(args.learning_rate * 0.5 * (1 + math.cos(math.pi * run_fraction)))
+            ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * run_fraction)
+            prio_beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * run_fraction)
             learn()
             timer.lap("learn")
 
             # 4 log, evaluate, save: at the same time on all ranks
-            now, stopped = sync()
-            if now >= last_log + args.log_every:
-                last_log = now
+            run_seconds, stop = sync()
+            if run_seconds >= last_log + args.log_every:
+                last_log = run_seconds
                 log()
                 logged_step = global_step
                 logged_updates = updates
                 timer.lap("log")
-            if args.eval_every and now >= last_eval + args.eval_every:
+            if args.eval_every and run_seconds >= last_eval + args.eval_every:
                 if is_main:
                     with interrupts.at_once():
                         scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
-                now, stopped = sync()
-                last_eval = now  # what it took is no part of the next interval
+                run_seconds, stop = sync()
+                last_eval = run_seconds  # what it took is no part of the next interval
                 timer.lap()
-            if args.checkpoint_every and now >= last_checkpoint + args.checkpoint_every:
-                last_checkpoint = now
+            if args.checkpoint_every and run_seconds >= last_checkpoint + args.checkpoint_every:
+                last_checkpoint = run_seconds
                 save()
                 timer.lap()
         if global_step > logged_step:
@@ -1828,7 +1830,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         return summary
     write_json(folder / "summary.json", summary)
     say("")
-    if not (stopped or interrupts):
+    if not (stop or interrupts):
         with interrupts.at_once():
             summary |= evaluate_and_log(args.eval_episodes)
             write_json(folder / "summary.json", summary)
@@ -1836,7 +1838,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             if args.video:
                 save_gif(agent, args, device, folder)
             say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
-    if stopped or interrupts:
+    if stop or interrupts:
         say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
     with suppress(OSError):  # on a full disk
         writer.close()

@@ -169,8 +169,8 @@ BROKEN = {  # script, what stands there, what is put in its place, and why that 
     ),
     "entropy bonus as a float": (
         ppo_metta,
-        "ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * done)",
-        "ent_coef = np.float64(args.ent_coef + (args.end_ent_coef - args.ent_coef) * done)",
+        "ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * run_fraction)",
+        "ent_coef = np.float64(args.ent_coef + (args.end_ent_coef - args.ent_coef) * run_fraction)",
         None,
     ),
     "buffer bound anew": (
