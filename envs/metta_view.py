@@ -47,15 +47,16 @@ class TokenView:
                 weight[feature] = (1 + value).log2() / 2
                 self.num_channels += 1
 
-        row = value >> 4
-        column = value & 15
+        position = torch.arange(256)
+        row = position >> 4
+        column = position & 15
         cell = (row * columns + column).clamp(max=rows * columns - 1)  # by position
         cell[self.GLOBAL :] = rows * columns
         cell[self.FACED] = rows * columns + 1
 
         ahead = torch.full((256,), self.center)  # by heading
-        for heading, (row_step, column_step) in enumerate(MOVES):
-            ahead[heading] += (row_step << 4) + column_step
+        for heading, (down, right) in enumerate(MOVES):
+            ahead[heading] += 16 * down + right
 
         self.channel = channel.view(-1).to(device)
         self.weight = weight.view(-1).to(device)
@@ -75,13 +76,14 @@ class TokenView:
         if self.orientation is None:
             return tokens
         position, feature, value = tokens.unbind(2)
-        is_own_heading = (position == self.center) & (feature == self.orientation)
-        heading = (value * is_own_heading).amax(1)
+        is_own = position == self.center
+        is_heading = feature == self.orientation
+        heading = (value * (is_own & is_heading)).amax(1)
         faced = self.ahead.index_select(0, heading.int())
         position = position.masked_fill(position == faced[:, None], self.FACED)
         return torch.stack([position, feature, value], 2)
 
-    def lookup(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def lookup(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Channel, cell and weight of each of `tokens` (..., 3)."""
         shape = tokens.shape[:-1]
         position, feature, value = tokens.reshape(-1, 3).int().unbind(1)
@@ -91,7 +93,7 @@ class TokenView:
         weight = self.weight.index_select(0, key) * (position < self.EMPTY)
         return channel.view(shape), cell.view(shape), weight.view(shape)
 
-    def bags(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def bags(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Only what is not empty of tokens (B, tokens, 3): index into channels * cells and weight of each, and where
         those of an agent begin, (B,)."""
         is_token = self.is_token(tokens)
@@ -108,5 +110,5 @@ class TokenView:
         tokens = self.mark_faced(tokens)
         channel, cell, weight = self.lookup(tokens)
         index = channel * self.num_cells + cell
-        box = torch.zeros(len(tokens), self.num_channels * self.num_cells, device=tokens.device)
+        box = weight.new_zeros(len(tokens), self.num_channels * self.num_cells)
         return box.scatter_add_(1, index.long(), weight)
