@@ -1113,8 +1113,8 @@ def scripted_hearts(flags: str, agent_episodes: int) -> float:
 def random_hearts(flags: str, agent_episodes: int) -> float:
     """The same by random actions, in the trainer's games."""
     args, cpu = metta_args(flags, "cpu"), torch.device("cpu")
-    agents = len(ppo_metta.Games(args, 1, cpu, 0).obs)
-    games = ppo_metta.Games(args, -(-agent_episodes // agents), cpu, 0, evaluation=True)
+    agents = len(ppo_metta.make_games(args, 1, cpu, 0).obs)
+    games = ppo_metta.make_games(args, -(-agent_episodes // agents), cpu, 0, evaluation=True)
     torch.manual_seed(0)
     for _ in range(games.max_steps):
         *_, info = games.step(torch.randint(games.num_actions, (len(games.obs),)))
@@ -1210,7 +1210,7 @@ def metta_env_rate(flags: str, seconds: float, device: str) -> float:
     torch.set_num_threads(1 if shared else args.threads)
     where = torch.device(device if args.vec_env == "device" else "cpu")
     number = args.num_envs // (groups * args.num_workers if shared else 1)
-    games = [ppo_metta.Games(args, number, where, seed) for seed in range(groups)]
+    games = [ppo_metta.make_games(args, number, where, seed) for seed in range(groups)]
     actions = torch.randint(games[0].num_actions, (16, len(games[0].obs)), device=where)
 
     def work() -> None:
@@ -1227,13 +1227,13 @@ def metta_agent(args: ppo_metta.Args, device: torch.device) -> tuple[ppo_metta.A
     torch.manual_seed(1)
     groups = args.async_factor if args.vec_env == "subproc" and args.num_workers else 1
     where = device if args.vec_env == "device" else torch.device("cpu")
-    games = ppo_metta.Games(args, args.num_envs // groups, where, 1)
+    games = ppo_metta.make_games(args, args.num_envs // groups, where, 1)
     for _ in range(20):
         games.step(torch.randint(games.num_actions, (len(games.obs),), device=where))
     return metta_network(args, games, device), games.obs.to(device)
 
 
-def metta_network(args: ppo_metta.Args, games: ppo_metta.Games, device: torch.device) -> ppo_metta.Agent:
+def metta_network(args: ppo_metta.Args, games: Any, device: torch.device) -> ppo_metta.Agent:
     """The network of a run, untrained."""
     return ppo_metta.Agent(args, games, device)
 
@@ -1303,7 +1303,7 @@ class MettaView(torch.nn.Module):
     def __init__(self, space: gymnasium.spaces.Box, flags: str, device: str) -> None:
         super().__init__()
         args = metta_args(flags, device)
-        example = ppo_metta.Games(args, 1, torch.device("cpu"), 1)
+        example = ppo_metta.make_games(args, 1, torch.device("cpu"), 1)
         self.encoder = metta_network(args, example, torch.device(device)).encoder
         self.features_dim = args.hidden_size
 
@@ -1312,7 +1312,7 @@ class MettaView(torch.nn.Module):
 
 
 class RuleBooks:
-    """Arenas of the rule book, one after another, called as `ppo_metta.Games` is."""
+    """Arenas of the rule book, one after another, called as `MettaBatch` is."""
 
     def __init__(self, args: ppo_metta.Args) -> None:
         self.arenas = [MettaArena(lane=lane, **ppo_metta.rules_of(args)) for lane in range(args.num_envs)]
@@ -1338,7 +1338,7 @@ def sb3_lanes(args: ppo_metta.Args, rule_book: bool, device: torch.device) -> An
     class Lanes(VecEnv):
         def __init__(self) -> None:
             self.seconds = 0.0  # that games took
-            self.games = RuleBooks(args) if rule_book else ppo_metta.Games(args, args.num_envs, device, 1)
+            self.games = RuleBooks(args) if rule_book else ppo_metta.make_games(args, args.num_envs, device, 1)
             lanes, *shape = self.games.obs.shape
             space = gymnasium.spaces.Box(0, 255, tuple(shape), np.uint8)
             super().__init__(lanes, space, gymnasium.spaces.Discrete(self.games.num_actions))

@@ -6,12 +6,12 @@
     torchrun --nproc-per-node 2 ppo_metta.py                   # two learners, one policy
     python ppo_metta.py --evaluate latest --render             # watch the last agents play
 
-To read it: `Tokens` and `Agent` are what learns, `gae` and `ppo_loss` are what it learns, `act` and `receive` in `run`
-are what from, and `update` in `run` is how. The rest is switches and bookkeeping.
+What to read: `Agent` is the network, `gae` and `ppo_loss` what it learns, `Rollout` what it learns from, `act` and
+`update` in `run` are acting and learning, and the loop at the end of `run` says when. The rest is switches and
+bookkeeping.
 """
 
 import argparse
-import atexit
 import io
 import json
 import math
@@ -34,7 +34,6 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
@@ -43,8 +42,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from envs.metta import MettaArena
 from envs.metta_batch import MettaBatch
-from envs.metta_rules import ACTIONS, FEATURES, MOVES, VARIANTS, VIEW, Rules
-from envs.playing import show_in_terminal, write_gif
+from envs.metta_rules import VARIANTS, Rules
+from envs.metta_view import TokenView
+from envs.playing import play_parallel, show_in_terminal, write_gif
+from envs.vector_envs import LocalEnvs, SubprocEnvs, WorkerLost
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
@@ -90,14 +91,14 @@ class Args:
     agents: int | None = None
     """agents of an instance (None: as the env-id has it)"""
     num_envs: int | None = None
-    """games played side by side, each of several agents (None: 128 on CPU, 8192 on CUDA, 32 of the real MettaGrid)"""
+    """parallel games, each of several agents (None: 128 on CPU, 8192 on CUDA, 32 of the real MettaGrid)"""
     vec_env: Literal["auto", "device", "subproc"] = "auto"
     """games on the training device, or in worker processes; auto takes workers for the real MettaGrid only"""
     num_workers: int | None = None
-    """processes of subproc; 0 plays in this one (None: at most one for each core, on a CPU for every second one, and as
-    many as the games can be dealt out to)"""
+    """processes of subproc; 0 plays in this one (None: up to one for each core, or for every second one if the CPU
+    learns too, so that the games are dealt out evenly)"""
     async_factor: int = 2
-    """parts of the games in flight: workers play some while the policy looks at another"""
+    """groups of games: workers play some of them while the policy acts for another"""
 
     # Algorithm
     network: Literal["token-bag", "box-cnn", "token-attention"] = "token-bag"
@@ -107,49 +108,49 @@ class Args:
     hidden_size: int = 128
     """width of the layers and of the memory"""
     learning_rate: float = 3e-3
-    """Adam's step size"""
+    """Adam's learning rate"""
     anneal_lr: bool = True
-    """let the step size fall to nothing over the run, as half a cosine"""
+    """let the learning rate fall to zero over the run, as half a cosine"""
     num_steps: int = 32
     """steps of every agent in a rollout"""
     num_minibatches: int | None = None
-    """parts of a rollout, of whole segments; each is an update (None: 16, or 32 of the many games on CUDA)"""
+    """minibatches of a rollout, each of whole segments and one update (None: 16, or 32 for the many games on CUDA)"""
     grad_accumulation: int = 1
-    """parts of a minibatch that go through the network one after another; the gradient is that of all"""
+    """parts of a minibatch that go through the network one after another, for one update"""
     bptt_horizon: int = 32
-    """steps of a segment, the unit of learning that gradients flow through"""
+    """steps of a segment; gradients flow through all of them and no further"""
     update_epochs: int | None = None
-    """times that a rollout is learned from; 0: the agents only play (None: 2 in the real MettaGrid, else 1)"""
+    """epochs over a rollout; 0: the agents only play (None: 2 in the real MettaGrid, else 1)"""
     reward_scale: float = 10.0
-    """rewards are learned from times this: Adam's steps leave a noise in the values that small ones drown in"""
+    """rewards are multiplied by this: Adam's steps leave a noise in the values that small ones drown in"""
     gamma: float | None = None
-    """discount (None: 0.97 in the arena, 0.95 in navigation, 0.9 in the real MettaGrid)"""
+    """discount factor (None: 0.97 in the arena, 0.95 in navigation, 0.9 in the real MettaGrid)"""
     gae_lambda: float = 0.95
-    """how far advantages look ahead"""
+    """lambda of generalized advantage estimation"""
     rho_clip: float = 1.0
-    """V-trace: most that a policy ratio counts in a TD error"""
+    """V-trace: highest policy ratio in a TD error"""
     c_clip: float = 1.0
-    """V-trace: most that it counts in what follows"""
+    """V-trace: highest policy ratio in the sum of later TD errors"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
     clip_coef: float = 0.2
     """policy ratios are clipped this far from 1"""
     vf_clip_coef: float = 10.0
-    """values are clipped this far from what they were"""
+    """values are clipped this far from those of the rollout"""
     ent_coef: float | None = None
-    """weight of the entropy bonus (None: 0.001 in the real MettaGrid, else 0.005)"""
+    """initial weight of the entropy bonus (None: 0.001 in the real MettaGrid, else 0.005)"""
     end_ent_coef: float | None = None
-    """weight it falls to, linearly, by the end of the run (None: 0.0001 in the real MettaGrid, else 0.001)"""
+    """final weight of it, reached linearly (None: 0.0001 in the real MettaGrid, else 0.001)"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
-    """gradients are clipped to this norm"""
+    """maximum norm of the gradient"""
     target_kl: float | None = None
-    """the rest of an iteration's updates is left out when the policy has moved this far (None: never)"""
+    """no more updates on a rollout after one with a larger approximate KL (None: no limit)"""
     prio_alpha: float = 0.0
-    """segments are drawn in proportion to their advantages to this power (0: each once)"""
+    """segments are drawn in proportion to the size of their advantages to this power (0: each once an epoch)"""
     prio_beta0: float = 0.6
-    """how much of that is weighed against at the start; all of it at the end"""
+    """initial exponent of the importance weights that undo this; 1 at the end"""
 
     # Speed
     bf16: bool = False
@@ -190,16 +191,7 @@ class Args:
     """mirror TensorBoard to Weights & Biases (pip install wandb)"""
 
 
-COMMAND_LINE_ONLY = {  # never from a checkpoint: they name files or code, or say what to do
-    "run_dir",
-    "run_name",
-    "env_config",
-    "resume",
-    "evaluate",
-    "render",
-    "video",
-    "wandb",
-}
+COMMAND_LINE_ONLY = ["run_dir", "run_name", "env_config", "resume", "evaluate", "render", "video", "wandb"]
 METTA = Args(
     env_id="MettaNavigation-v0",
     vec_env="subproc",
@@ -234,103 +226,114 @@ PRESETS = {
         num_minibatches=8,
     ),
 }
-GAME_DEFAULTS = {  # of flags that are None
-    "MettaArena-v0": {"gamma": 0.97},
-    # An altar is near, where the arena's hearts take several errands; in the real game a mine is at hand as well.
-    "MettaNavigation-v0": {"gamma": 0.95},
-    "mettagrid": {
-        "num_envs": 32,
-        "num_minibatches": 16,
-        "update_epochs": 2,
-        "gamma": 0.9,
-        "ent_coef": 0.001,
-        "end_ent_coef": 0.0001,
-    },
+GAMMA = {
+    "MettaArena-v0": 0.97,  # hearts take several errands
+    "MettaNavigation-v0": 0.95,  # an altar is near
+    "mettagrid": 0.9,  # and a mine is at hand as well
 }
+FRACTIONS = ["gamma", "gae_lambda", "prio_beta0"]
+ZERO_WORKS = ["seed", "num_workers", "update_epochs", "ent_coef", "end_ent_coef", "prio_alpha", "eval_every"]
+ZERO_WORKS += ["checkpoint_every", *FRACTIONS]
+HIGHEST = {**dict.fromkeys(FRACTIONS, 1), "seed": EVAL_SEED - 1, "threads": 256, "num_workers": 1024}
+HIGHEST["eval_episodes"] = 100_000
 
 
 def fill_defaults(args: Args, device: torch.device) -> Args:
-    """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
-    defaults = {"num_envs": 128, "num_minibatches": 16, "update_epochs": 1, "ent_coef": 0.005, "end_ent_coef": 0.001}
-    if device.type == "cuda":  # where a step of a thousand games takes about as long
-        defaults["num_envs"] = 8192
-        defaults["num_minibatches"] = 32
-    defaults |= GAME_DEFAULTS[args.env_id]
-    if args.total_timesteps is None:
-        defaults["max_seconds"] = 600.0
-    args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
+    """A copy of `args` without None where a run needs a value. Flags that cannot work end the program here."""
+    args = replace(args)
+    on_cuda = device.type == "cuda"
+    is_real = args.env_id == "mettagrid"
     if args.vec_env == "auto":
-        args = replace(args, vec_env="subproc" if args.env_id == "mettagrid" else "device")
+        args.vec_env = "subproc" if is_real else "device"
+    if args.num_envs is None and is_real:
+        args.num_envs = 32
+    if args.num_envs is None:
+        args.num_envs = 8192 if on_cuda else 128  # on a GPU a step of a thousand games takes about as long as of one
+    if args.num_minibatches is None:
+        args.num_minibatches = 32 if on_cuda and not is_real else 16
+    if args.update_epochs is None:
+        args.update_epochs = 2 if is_real else 1
+    if args.gamma is None:
+        args.gamma = GAMMA[args.env_id]
+    if args.ent_coef is None:
+        args.ent_coef = 0.001 if is_real else 0.005
+    if args.end_ent_coef is None:
+        args.end_ent_coef = 0.0001 if is_real else 0.001
+    if args.max_seconds is None and args.total_timesteps is None:
+        args.max_seconds = 600.0
+    check_ranges(args)
 
-    shares = {"gamma", "gae_lambda", "prio_beta0"}
-    may_be_0 = shares | {"seed", "num_workers", "update_epochs", "ent_coef", "end_ent_coef", "prio_alpha"}
-    may_be_0 |= {"eval_every", "checkpoint_every"}
-    limits = dict.fromkeys(shares, 1) | {"seed": EVAL_SEED - 1, "threads": 256, "num_workers": 1024}
-    limits["eval_episodes"] = 100_000
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            highest = limits.get(name, sys.maxsize)
-            if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
-                lowest = "0 or more" if name in may_be_0 else "above 0"
-                fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
     if args.bf16 and args.fp16:
         fail("--bf16 --fp16: choose one of them")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
     if args.network == "token-attention" and args.hidden_size % AttentionLayer.HEADS:
         fail(f"--hidden-size {args.hidden_size}: attention needs a multiple of {AttentionLayer.HEADS}")
-    if args.render and (args.evaluate is None or args.env_id == "mettagrid"):
+    if args.render and (args.evaluate is None or is_real):
         fail("--render: shows trained agents in the embedded arena, so it needs --evaluate PATH of such a run")
     if args.resume is not None and args.evaluate is not None:
         fail("--resume --evaluate: choose one of them")
-    if args.vec_env == "device" and args.env_id == "mettagrid":
+    if args.vec_env == "device" and is_real:
         fail("--vec-env device: the real MettaGrid plays on the CPU; subproc works, with --num-workers 0 too")
-    if args.env_config is not None and args.env_id != "mettagrid":
+    if args.env_config is not None and not is_real:
         fail(f"--env-config {args.env_config}: is of --env-id mettagrid, not {args.env_id}")
     rules_of(args)
 
     cores = max(CORES // LOCAL_RANKS, 1)
-    if args.num_workers is None:  # as many as the games can be dealt out to evenly, whatever number of cores there is
-        most = max(cores // 2, 1) if device.type == "cpu" else cores
-        counts = range(min(most, args.num_envs), 0, -1)
-        workers = next((n for n in counts if args.num_envs % (n * args.async_factor) == 0), 1)
-        args = replace(args, num_workers=workers)
+    if args.num_workers is None:  # as many as the games can be dealt out to evenly
+        limit = min(cores if on_cuda else max(cores // 2, 1), args.num_envs)
+        counts = [n for n in range(1, limit + 1) if args.num_envs % (n * args.async_factor) == 0]
+        args.num_workers = max(counts, default=1)
     if args.threads is None:  # all threads wait for one whose core a worker has
-        busy = args.num_workers if args.vec_env == "subproc" else 0
-        args = replace(args, threads=pick_threads(max(cores - busy, 1)))
+        busy_cores = args.num_workers if args.vec_env == "subproc" else 0
+        args.threads = pick_threads(max(cores - busy_cores, 1))
     parts = args.num_workers * args.async_factor
     if args.vec_env == "subproc" and parts:
         if args.num_workers > args.num_envs:
             fail(f"--num-workers {args.num_workers}: more than games; at most --num-envs {args.num_envs} works")
         if args.num_envs % parts:
-            works = f"--num-envs {nearest(args.num_envs, parts)} or --async-factor 1 --num-workers 1 works"
-            fail(f"--num-envs {args.num_envs}: --num-workers x --async-factor, {parts}, must divide it; {works}")
+            advice = f"--num-envs {nearest(args.num_envs, parts)} or --async-factor 1 --num-workers 1 works"
+            fail(f"--num-envs {args.num_envs}: --num-workers x --async-factor, {parts}, must divide it; {advice}")
     return args
+
+
+def check_ranges(args: Args) -> None:
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        highest = HIGHEST.get(name, sys.maxsize)
+        zero_works = name in ZERO_WORKS
+        too_low = value < 0 or (value == 0 and not zero_works)
+        if too_low or not value <= highest:  # NaN is neither
+            lowest = "0 or more" if zero_works else "above 0"
+            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
 
 
 def check_sizes(args: Args, num_agents: int, max_steps: int) -> None:
     """Refuse sizes that do not divide, now that the games are known: `num_agents` in all, episodes of `max_steps`."""
-    num_steps, horizon, parts = args.num_steps, args.bptt_horizon, args.grad_accumulation
+    num_steps = args.num_steps
+    horizon = args.bptt_horizon
+    parts = args.grad_accumulation
     if num_steps > max_steps:
-        works = f"--num-steps {max_steps // horizon * horizon}"
+        advice = f"--num-steps {max_steps // horizon * horizon}"
         if horizon > max_steps:
-            works = f"--num-steps {max_steps} --bptt-horizon {max_steps}"
-        fail(f"--num-steps {num_steps}: a rollout would be longer than an episode, {max_steps}; {works} works")
+            advice = f"--num-steps {max_steps} --bptt-horizon {max_steps}"
+        fail(f"--num-steps {num_steps}: a rollout would be longer than an episode, {max_steps}; {advice} works")
     if num_steps % horizon:
-        works = f"--num-steps {nearest(num_steps, horizon)}"
-        fail(f"--bptt-horizon {horizon}: must divide --num-steps {num_steps}; {works} works")
-    segments = num_steps // horizon * num_agents
-    made = f"the {segments} segments of a rollout (--num-envs {args.num_envs}: {num_agents} agents, "
-    made += f"{num_steps // horizon} of each)"
+        advice = f"--num-steps {nearest(num_steps, horizon)}"
+        fail(f"--bptt-horizon {horizon}: must divide --num-steps {num_steps}; {advice} works")
+    segments_per_agent = num_steps // horizon
+    segments = segments_per_agent * num_agents
+    all_segments = f"the {segments} segments of a rollout (--num-envs {args.num_envs}: {num_agents} agents, "
+    all_segments += f"{segments_per_agent} of each)"
     if segments % parts:
-        fail(f"--grad-accumulation {parts}: must divide {made}; 1 works")
+        fail(f"--grad-accumulation {parts}: must divide {all_segments}; 1 works")
     if segments % (args.num_minibatches * parts):
         counts = [n for n in range(1, segments // parts + 1) if segments % (n * parts) == 0]
         closest = min(counts, key=lambda n: abs(n - args.num_minibatches))
-        need = f"must divide {made}"
-        if parts > 1:
-            need += f" into multiples of --grad-accumulation {parts}"
-        fail(f"--num-minibatches {args.num_minibatches}: {need}; --num-minibatches {closest} works")
+        multiples = f" into multiples of --grad-accumulation {parts}" if parts > 1 else ""
+        advice = f"--num-minibatches {closest} works"
+        fail(f"--num-minibatches {args.num_minibatches}: must divide {all_segments}{multiples}; {advice}")
 
 
 def nearest(number: int, unit: int) -> int:
@@ -340,8 +343,10 @@ def nearest(number: int, unit: int) -> int:
 
 def rules_of(args: Args) -> dict[str, Any]:
     """Rules of the embedded arena, as keywords."""
-    rules = VARIANTS.get(args.env_id, {}) | {"easy": args.easy, "rewards": args.rewards}
-    rules |= {name: getattr(args, name) for name in ("instances", "size", "agents") if getattr(args, name) is not None}
+    rules = {**VARIANTS.get(args.env_id, {}), "easy": args.easy, "rewards": args.rewards}
+    for name in ("size", "agents", "instances"):
+        if getattr(args, name) is not None:
+            rules[name] = getattr(args, name)
     try:
         Rules(**rules)
     except ValueError as error:
@@ -350,186 +355,23 @@ def rules_of(args: Args) -> dict[str, Any]:
     return rules
 
 
-class Games:
-    """Games of one process: those of the arena on `device`, or real ones on the CPU. Agents are lanes."""
-
-    def __init__(self, args: Args, num_games: int, device: torch.device, seed: int, evaluation: bool = False) -> None:
-        self.groups = 1
-        random_first_length = not evaluation
-        if args.env_id == "mettagrid":
-            flag = "--env-id mettagrid" if args.env_config is None else f"--env-config {args.env_config}"
-            try:
-                from envs.real_mettagrid import RealMettaGrid
-
-                self.games = RealMettaGrid(num_games, args.env_config, seed, random_first_length)
-            except Exception as error:  # a configuration is a user's own code: anything may happen in it
-                if is_out_of_memory(error):
-                    raise
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                fail(f"{flag}: {reason}")
-            self.max_steps = self.games.config.game.max_steps
-            if not self.max_steps:
-                fail(f"{flag}: has no step limit, so evaluations would not end; one with game.max_steps works")
-            self.finished = torch.zeros(4)
-            self.length = torch.zeros(self.games.num_agents)
-            self.features = {id: name for id, (name, _) in self.games.features.items()}
-            self.num_actions, self.window = self.games.num_actions, self.games.window
-            self.cells = 0
-            self.step = self.step_real
-            self.obs = torch.from_numpy(self.games.obs)
-        else:
-            rules = rules_of(args)
-            self.games = MettaBatch(num_games, device, seed, **rules, random_first_length=random_first_length)
-            self.max_steps = self.games.rules.max_steps
-            self.finished, self.features = self.games.finished, dict(enumerate(FEATURES))
-            self.num_actions, self.window = len(ACTIONS), (2 * VIEW + 1, 2 * VIEW + 1)
-            self.cells = self.games.cells
-            self.step = self.games.step
-            self.obs = self.games.reset()
-
-    def step_real(self, action: torch.Tensor):
-        """The real games with tensors around; a heart is a reward of 1 there."""
-        *arrays, info = self.games.step(action.numpy())
-        obs, reward, terminated, truncated = map(torch.from_numpy, arrays)
-        info = {name: torch.from_numpy(array) for name, array in info.items()}
-        self.length += 1
-        done = terminated | truncated
-        sums = [done, info["return"] * done, self.length * done, info["return"] * done]
-        self.finished += torch.stack(sums).sum(1)
-        self.length *= ~done
-        return obs, reward, terminated, truncated, info | {"hearts": info["return"]}
-
-    def send(self, group: int, action: torch.Tensor) -> None:
-        obs, reward, terminated, truncated, info = self.step(action.to(self.obs.device))
-        self.result = obs, reward, terminated, truncated, info["final_obs"]
-
-    def recv(self, group: int) -> tuple[torch.Tensor, ...]:
-        """What the last `send` led to: obs, reward, terminated, truncated and final_obs."""
-        return self.result
-
-    def read_finished(self) -> torch.Tensor:
-        """Episodes ended since the last call, and sums of their hearts, length and return."""
-        sums = self.finished.clone()
-        self.finished.zero_()
-        return sums
-
-    def close(self) -> None:
-        pass
-
-
-class WorkerLost(RuntimeError):
-    """A worker has died or does not answer."""
-
-
-class Workers:
-    """Games in `num_workers` processes over shared memory, in `async_factor` groups that play independently.
-
-    Lanes are ordered by group, then worker. A worker is told the number of a group whose actions are there, steps that
-    group's games, and answers with the number.
-    """
-
-    PATIENCE = 10.0  # seconds
-
-    def __init__(self, args: Args, example: Games, device: torch.device, starts: int) -> None:
-        self.groups, workers = args.async_factor, args.num_workers
-        games = args.num_envs // (workers * self.groups)
-        agents, *tokens = example.obs.shape  # of one game
-        shape = self.groups, workers, games * agents
-
-        def shared(dtype: torch.dtype, *more: int) -> torch.Tensor:
-            tensor = torch.zeros(*shape, *more, dtype=dtype).share_memory_()
-            if device.type == "cuda":  # pinned, so that copies to the device wait for nothing
-                torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-            return tensor
-
-        obs, final_obs = shared(torch.uint8, *tokens), shared(torch.uint8, *tokens)
-        self.results = obs, shared(torch.float32), shared(torch.bool), shared(torch.bool), final_obs
-        self.action = shared(torch.int64)
-        self.finished = torch.zeros(self.groups, workers, 4).share_memory_()
-        context = mp.get_context("spawn")  # a fork would inherit threads, and CUDA, in no usable state
-        self.pipes, self.processes = [], []
-        atexit.register(self.close)  # before multiprocessing would wait for them, whatever ends the program
-        # Ctrl-C and SIGTERM reach all processes of a job, and the trainer decides: workers ignore them from birth.
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-        for worker in range(workers):
-            pipe, child_pipe = context.Pipe()
-            memory = [tensor[:, worker] for tensor in (*self.results, self.action, self.finished)]
-            seeds = [games_seed(args.seed, starts, worker, group) for group in range(self.groups)]
-            process = context.Process(target=work, args=(args, games, seeds, child_pipe, memory), daemon=True)
-            process.start()
-            child_pipe.close()
-            self.pipes.append(pipe)
-            self.processes.append(process)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        try:
-            for _ in range(self.groups):
-                self.wait(120)  # a worker imports PyTorch first
-        except BaseException:
-            self.close()
-            raise
-        self.obs = obs.flatten(0, 2)
-
-    def wait(self, patience: float) -> None:
-        deadline = time.monotonic() + patience
-        for number, (pipe, process) in enumerate(zip(self.pipes, self.processes)):
-            name = f"worker {number} (process {process.pid})"
-            try:
-                if not pipe.poll(max(deadline - time.monotonic(), 0)):
-                    raise WorkerLost(f"{name} has not answered for {patience:g} s")
-                answer = pipe.recv()
-            except (EOFError, ConnectionError):
-                process.join(1)
-                raise WorkerLost(f"{name} died with exit code {process.exitcode}") from None
-            if isinstance(answer, str):
-                raise WorkerLost(f"{name} failed: {answer}")
-
-    def send(self, group: int, action: torch.Tensor) -> None:
-        self.action[group].view(-1).copy_(action)
-        for pipe in self.pipes:
-            with suppress(OSError):  # a worker that is gone is named when its answer is missed
-                pipe.send(group)
-
-    def recv(self, group: int) -> tuple[torch.Tensor, ...]:
-        self.wait(self.PATIENCE)  # groups are answered in the order they were sent in
-        return tuple(part[group].flatten(0, 1) for part in self.results)
-
-    def read_finished(self) -> torch.Tensor:
-        sums = self.finished.sum((0, 1))
-        self.finished.zero_()
-        return sums
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-
-def work(args: Args, num_games: int, seeds: list[int], pipe: Any, shared: list[torch.Tensor]) -> None:
-    """Body of a worker: a `Games` for each group. It ends when the trainer is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    *results, action, finished = shared
+def make_games(args: Args, num_games: int, device: torch.device, seed: int, evaluation: bool = False) -> Any:
+    """Games that step together: of the arena on `device`, or real ones on the CPU. First episodes are of any length,
+    but not in an evaluation."""
+    if args.env_id != "mettagrid":
+        games = MettaBatch(num_games, device, seed, **rules_of(args), random_first_length=not evaluation)
+        games.reset()
+        return games
     try:
-        groups = [Games(args, num_games, torch.device("cpu"), seed) for seed in seeds]
-        for group, games in enumerate(groups):
-            results[0][group] = games.obs
-            pipe.send(group)
-        while True:
-            group = pipe.recv()
-            obs, reward, terminated, truncated, info = groups[group].step(action[group])
-            for shared, result in zip(results, (obs, reward, terminated, truncated, info["final_obs"])):
-                shared[group] = result
-            finished[group] += groups[group].read_finished()
-            pipe.send(group)
-    except (EOFError, ConnectionError):  # the trainer is gone
-        pass
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        with suppress(OSError):
-            pipe.send(f"{type(error).__name__} {reason}")
+        from envs.real_mettagrid import TorchMettaGrid
+
+        return TorchMettaGrid(num_games, args.env_config, seed, random_first_length=not evaluation)
+    except Exception as error:  # a configuration is a user's own code: anything may happen in it
+        if is_out_of_memory(error):
+            raise
+        flag = "--env-id mettagrid" if args.env_config is None else f"--env-config {args.env_config}"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        fail(f"{flag}: {reason}")
 
 
 def games_seed(seed: int, starts: int, worker: int = 0, group: int = 0) -> int:
@@ -543,63 +385,21 @@ def games_seed(seed: int, starts: int, worker: int = 0, group: int = 0) -> int:
     return int(np.random.SeedSequence([seed, *stream]).generate_state(1)[0]) % EVAL_SEED
 
 
-def make_envs(args: Args, device: torch.device, example: Games, starts: int) -> Games | Workers:
-    """`num_envs` games as the flags want them; every rank of a torchrun plays games of its own."""
-    if args.vec_env == "subproc" and args.num_workers:
-        return Workers(args, example, device, starts)
-    where = device if args.vec_env == "device" else torch.device("cpu")
-    return Games(args, args.num_envs, where, games_seed(args.seed, starts))
+def make_envs(args: Args, device: torch.device, starts: int, obs_shape: tuple[int, ...]) -> LocalEnvs | SubprocEnvs:
+    """`num_envs` games where --vec-env wants them. `obs_shape` is that of one game: agents, tokens, 3."""
+    games_device = device if args.vec_env == "device" else torch.device("cpu")
+    if args.vec_env == "device" or args.num_workers == 0:
+        return LocalEnvs(make_games(args, args.num_envs, games_device, games_seed(args.seed, starts)))
+    num_games = args.num_envs // (args.num_workers * args.async_factor)
+    num_agents, *token_shape = obs_shape
+    seeds = []
+    for worker in range(args.num_workers):
+        seeds.append([games_seed(args.seed, starts, worker, group) for group in range(args.async_factor)])
+    factory = partial(make_games, args, num_games, games_device)
+    return SubprocEnvs(factory, seeds, (num_games * num_agents, *token_shape), pin_memory=device.type == "cuda")
 
 
 # ---------------------------------------------------------------------------------------------------- networks
-
-
-class Tokens(nn.Module):
-    """Tokens (B, tokens, 3) uint8 of place, feature and value -> channel, cell and weight of each, (B, tokens).
-
-    A channel is a feature, or one of 16 values of a feature that has no order. The weight is 1 there, and half the
-    logarithm of 1 + value elsewhere: the first ore matters more than the fiftieth. Cells number the window row by row;
-    two more take tokens of no place (254), and those of the cell an agent faces, whichever it is: what to do with what
-    is in front does not depend on the heading. Empty tokens (255) weigh nothing.
-    """
-
-    FACED = 253
-    KINDS = {"type", "orientation", "last_action", "tag", "vibe"}
-
-    def __init__(self, features: dict[int, str], window: tuple[int, int], device: torch.device) -> None:
-        super().__init__()
-        value, self.channels, self.cells = torch.arange(256), 0, window[0] * window[1] + 2
-        self.heading = next((feature for feature, name in features.items() if name == "orientation"), None)
-        self.centre = window[0] // 2 << 4 | window[1] // 2
-        channel, weight = torch.zeros(256, 256, dtype=torch.int32), torch.zeros(256, 256)
-        for feature, name in features.items():
-            kind = name in self.KINDS
-            channel[feature] = self.channels + (value % 16 if kind else 0)
-            weight[feature] = 1 if kind else (1 + value).log2() / 2
-            self.channels += 16 if kind else 1
-        place = torch.arange(256)
-        cell = ((place >> 4) * window[1] + (place & 15)).clamp(max=self.cells - 3)
-        cell[self.FACED :] = torch.tensor([self.cells - 1, self.cells - 2, self.cells - 2])
-        ahead = torch.tensor([(row << 4) + column for row, column in MOVES] + [0] * 252) + self.centre
-        tables = {"channel": channel.view(-1), "weight": weight.view(-1), "cell": cell.int(), "ahead": ahead.byte()}
-        for name, table in tables.items():
-            self.register_buffer(name, table.to(device), persistent=False)
-
-    def face(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`tokens` (B, tokens, 3), with a place of its own for what is in front of an agent that has a heading."""
-        if self.heading is None:
-            return tokens
-        place, feature, value = tokens.unbind(2)
-        own = (place == self.centre) & (feature == self.heading)
-        ahead = self.ahead.index_select(0, (value * own).amax(1).int())
-        return torch.stack([place.masked_fill(place == ahead[:, None], self.FACED), feature, value], 2)
-
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        shape, (place, feature, value) = tokens.shape[:-1], tokens.reshape(-1, 3).int().unbind(1)
-        key = feature << 8 | value
-        weight = self.weight.index_select(0, key) * (place < 255)
-        parts = self.channel.index_select(0, key), self.cell.index_select(0, place), weight
-        return tuple(part.view(shape) for part in parts)
 
 
 class SparseLinear(torch.autograd.Function):
@@ -610,97 +410,89 @@ class SparseLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, table, row, start, weight):  # (R, width), (tokens,), (B,) first token of a bag, (tokens,)
-        ctx.save_for_backward(row, start, weight)
-        ctx.rows = len(table)
-        return F.embedding_bag(row, table, start, mode="sum", per_sample_weights=weight)
+    def forward(ctx, table, row, bag_start, weight):  # (rows, width), (tokens,), (B,) first token, (tokens,)
+        ctx.save_for_backward(row, bag_start, weight)
+        ctx.num_rows = len(table)
+        return F.embedding_bag(row, table, bag_start, mode="sum", per_sample_weights=weight)
 
     @staticmethod
     def backward(ctx, grad):
-        row, start, weight = ctx.saved_tensors
+        row, bag_start, weight = ctx.saved_tensors
         row, order = row.sort()
-        length = torch.diff(start, append=start.new_tensor([len(row)]))
-        bag = torch.arange(len(start), dtype=row.dtype).repeat_interleave(length).index_select(0, order)
-        first = torch.searchsorted(row, torch.arange(ctx.rows, dtype=row.dtype), out_int32=True)
+        bag_length = torch.diff(bag_start, append=bag_start.new_tensor([len(row)]))
+        bag = torch.arange(len(bag_start), dtype=row.dtype).repeat_interleave(bag_length)
+        row_start = torch.searchsorted(row, torch.arange(ctx.num_rows, dtype=row.dtype), out_int32=True)
+        bag = bag.index_select(0, order)
         weight = weight.index_select(0, order)
-        return F.embedding_bag(bag, grad.contiguous(), first, mode="sum", per_sample_weights=weight), None, None, None
+        table_grad = F.embedding_bag(bag, grad.contiguous(), row_start, mode="sum", per_sample_weights=weight)
+        return table_grad, None, None, None
 
 
 class TokenBag(nn.Module):
     """A linear layer over all channels in all cells, then another one.
 
-    On a CPU only tokens that are there are looked at, a hundredth of the inputs; a GPU multiplies all.
+    On a CPU only tokens that an agent has are looked up, a hundredth of the inputs; a GPU multiplies all.
     """
 
-    def __init__(self, see: Tokens, width: int, device: torch.device) -> None:
+    def __init__(self, view: TokenView, width: int, device: torch.device) -> None:
         super().__init__()
-        self.see = see
-        # As for a layer with as many inputs as an agent sees tokens.
-        self.table = nn.Parameter(torch.randn(see.channels * see.cells, width, device=device) * 60**-0.5)
+        self.view = view
+        table = torch.randn(view.num_channels * view.num_cells, width, device=device)
+        self.table = nn.Parameter(table * 60**-0.5)  # as for a layer with as many inputs as an agent has tokens
         self.bias = nn.Parameter(torch.zeros(width, device=device))
         self.hidden = nn.Linear(width, width, device=device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.hidden(F.relu((self.sparse if tokens.device.type == "cpu" else self.dense)(tokens))))
+        x = self.sparse(tokens) if tokens.device.type == "cpu" else self.dense(tokens)
+        return F.relu(self.hidden(F.relu(x)))
 
     @torch.compiler.disable
     def sparse(self, tokens: torch.Tensor) -> torch.Tensor:
-        there = tokens[:, :, 0] < 255
-        number = there.sum(1)
-        most = int(number.max())  # they stand in front
-        there, tokens, end = there[:, :most], self.see.face(tokens[:, :most]), number.cumsum(0)
-        channel, cell, weight = self.see(tokens[there])
-        start = F.pad(end[:-1], (1, 0)).int()
-        return SparseLinear.apply(self.table, channel * self.see.cells + cell, start, weight) + self.bias
+        row, bag_start, weight = self.view.bags(tokens)
+        return SparseLinear.apply(self.table, row, bag_start, weight) + self.bias
 
     def dense(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.linear(box_of(self.see, tokens), self.table.T, self.bias)
-
-
-def box_of(see: Tokens, tokens: torch.Tensor) -> torch.Tensor:
-    """(B, channels * cells) float32: weights of the tokens, each where it belongs."""
-    channel, cell, weight = see(see.face(tokens))
-    box = torch.zeros(len(tokens), see.channels * see.cells, device=tokens.device)
-    return box.scatter_add_(1, (channel * see.cells + cell).long(), weight)
+        return F.linear(self.view.box(tokens), self.table.T, self.bias)
 
 
 class BoxCNN(nn.Module):
     """Two convolutions over a box with a plane for each channel, as Metta's own policy has them."""
 
-    def __init__(self, see: Tokens, window: tuple[int, int], width: int, device: torch.device) -> None:
+    def __init__(self, view: TokenView, width: int, device: torch.device) -> None:
         super().__init__()
-        self.see, self.window = see, window
-        self.convs = nn.Sequential(
-            nn.Conv2d(see.channels, 64, 5, 3, padding=1, device=device), nn.ReLU(),
-            nn.Conv2d(64, 64, 3, padding=1, device=device), nn.ReLU(), nn.Flatten(),
-        )  # fmt: skip
-        inputs = 64 * math.prod((side - 3) // 3 + 1 for side in window) + 2 * see.channels
-        self.hidden = nn.Linear(inputs, width, device=device)
+        self.view = view
+        self.conv1 = nn.Conv2d(view.num_channels, 64, 5, 3, padding=1, device=device)
+        self.conv2 = nn.Conv2d(64, 64, 3, padding=1, device=device)
+        rows, columns = view.window
+        num_outputs = 64 * ((rows - 3) // 3 + 1) * ((columns - 3) // 3 + 1)
+        self.hidden = nn.Linear(num_outputs + 2 * view.num_channels, width, device=device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        box = box_of(self.see, tokens).unflatten(1, (self.see.channels, -1))
-        planes = self.convs(box[:, :, :-2].unflatten(2, self.window))
-        return F.relu(self.hidden(torch.cat([planes, box[:, :, -2:].flatten(1)], 1)))
+        box = self.view.box(tokens).unflatten(1, (self.view.num_channels, self.view.num_cells))
+        planes = box[:, :, :-2].unflatten(2, self.view.window)
+        x = F.relu(self.conv2(F.relu(self.conv1(planes))))
+        x = torch.cat([x.flatten(1), box[:, :, -2:].flatten(1)], 1)  # the last two cells have no place in the window
+        return F.relu(self.hidden(x))
 
 
-FLASH, EFFICIENT, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
-SDPA = {  # kernels to try, in this order
-    "auto": [FLASH, EFFICIENT, CUDNN],
-    "flash": [FLASH],
-    "efficient": [EFFICIENT],
-    "cudnn": [CUDNN],
-    "math": [],
+SDPA_KERNELS = {  # by --sdpa, in the order in which PyTorch tries them; MATH always runs
+    "auto": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
+    "math": [SDPBackend.MATH],
 }
 
 
 class AttentionLayer(nn.Module):
-    """Pre-norm transformer layer: `asking` (B, some, width) look at x (B, tokens, width) where `there` (B, tokens)."""
+    """Pre-norm transformer layer: `query` (B, queries, width) attends to x (B, tokens, width) where `mask` (B, tokens)
+    is true."""
 
     HEADS = 4
 
     def __init__(self, width: int, sdpa: str, device: torch.device) -> None:
         super().__init__()
-        self.backends = [*SDPA[sdpa], SDPBackend.MATH]  # the last always runs
+        self.kernels = SDPA_KERNELS[sdpa]
         self.norm1 = nn.LayerNorm(width, device=device)
         self.q = nn.Linear(width, width, device=device)
         self.kv = nn.Linear(width, 2 * width, device=device)
@@ -712,49 +504,48 @@ class AttentionLayer(nn.Module):
     def kernel(self, dtype: torch.dtype, device: torch.device) -> str:
         """Name of the kernel that PyTorch picks here."""
         q = torch.empty(1, self.HEADS, 16, 16, dtype=dtype, device=device)
-        there = torch.ones(1, 1, 1, 16, dtype=torch.bool, device=device)
-        with sdpa_kernel(self.backends, set_priority=True):
-            return SDPBackend(torch._fused_sdp_choice(q, q, q, attn_mask=there)).name.lower()
+        mask = torch.ones(1, 1, 1, 16, dtype=torch.bool, device=device)
+        with sdpa_kernel(self.kernels, set_priority=True):
+            return SDPBackend(torch._fused_sdp_choice(q, q, q, attn_mask=mask)).name.lower()
 
-    def forward(self, x: torch.Tensor, asking: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-        q = self.q(self.norm1(asking)).unflatten(2, (self.HEADS, -1)).transpose(1, 2)
+    def forward(self, x: torch.Tensor, query: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q = self.q(self.norm1(query)).unflatten(2, (self.HEADS, -1)).transpose(1, 2)
         k, v = self.kv(self.norm1(x)).unflatten(2, (2, self.HEADS, -1)).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(self.backends, set_priority=True):
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=there[:, None, None]
-            )  # (B, heads, asking, tokens)
-        asking = asking + self.out(mixed.transpose(1, 2).flatten(2))
-        return asking + self.down(F.relu(self.up(self.norm2(asking))))
+        with sdpa_kernel(self.kernels, set_priority=True):
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
+        query = query + self.out(attended.transpose(1, 2).flatten(2))
+        return query + self.down(F.relu(self.up(self.norm2(query))))
 
 
 class TokenAttention(nn.Module):
-    """A token is what it says plus where it lies; a transformer layer between all of them, then one query reads."""
+    """A transformer layer between all tokens, then one query attends to them. A token is its channel plus its cell."""
 
-    def __init__(self, see: Tokens, width: int, sdpa: str, device: torch.device) -> None:
+    def __init__(self, view: TokenView, width: int, sdpa: str, device: torch.device) -> None:
         super().__init__()
-        self.see = see
-        self.what = nn.Embedding(see.channels, width, device=device)
-        self.where = nn.Embedding(see.cells, width, device=device)
+        self.view = view
+        self.channel = nn.Embedding(view.num_channels, width, device=device)
+        self.cell = nn.Embedding(view.num_cells, width, device=device)
         self.query = nn.Parameter(torch.randn(width, device=device))
         self.layer1 = AttentionLayer(width, sdpa, device)
         self.layer2 = AttentionLayer(width, sdpa, device)
         self.norm = nn.LayerNorm(width, device=device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        if tokens.device.type == "cpu":  # as many as any agent has: they stand in front
-            tokens = tokens[:, : int((tokens[:, :, 0] < 255).sum(1).max())]
-        channel, cell, weight = self.see(self.see.face(tokens))
-        there = tokens[:, :, 0] < 255
-        x = self.what(channel) * weight[..., None] + self.where(cell)
-        x = self.layer1(x, x, there)
-        return self.norm(self.layer2(x, self.query.expand(len(x), 1, -1), there)).squeeze(1)
+        if tokens.device.type == "cpu":
+            tokens = self.view.trim(tokens)
+        mask = self.view.is_token(tokens)
+        channel, cell, weight = self.view.lookup(self.view.mark_faced(tokens))
+        x = self.channel(channel) * weight[..., None] + self.cell(cell)
+        x = self.layer1(x, x, mask)
+        query = self.query.expand(len(x), 1, -1)
+        return self.norm(self.layer2(x, query, mask)).squeeze(1)
 
 
 def lstm_steps(layer: nn.LSTM, x: torch.Tensor, state: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """nn.LSTM as its documentation has it: one matmul for the inputs of all steps, then one a step.
 
     x (T, B, width), state (B, 2 * width) of hidden and cell, keep (T, B, 1) bool -> hidden (T, B, width), state.
-    Under autocast the matmuls are in half precision, what is remembered stays in float32.
+    Under autocast the matmuls are in half precision, the state stays in float32.
     """
     x = F.linear(x, layer.weight_ih_l0, layer.bias_ih_l0 + layer.bias_hh_l0).float()
     hidden, cell = state.chunk(2, 1)
@@ -786,68 +577,75 @@ def gru_steps(layer: nn.GRU, x: torch.Tensor, state: torch.Tensor, keep: torch.T
     return torch.stack(outputs), hidden
 
 
-SHAPES = "--env-id, --env-config, --network, --rnn, --hidden-size"  # what the shapes of its weights follow from
+SHAPE_FLAGS = "--env-id, --env-config, --network, --rnn, --hidden-size"  # those that the shapes of the weights follow
 
 
 class Agent(nn.Module):
-    """Policy and value of agents that remember.
+    """Policy and value of agents with memory.
 
-    tokens (T, B, tokens, 3) uint8, state (B, state_size) before them, reset (T, B) bool: does an episode begin there
+    tokens (T, B, tokens, 3) uint8, state (B, state_size) before them, episode_start (T, B) bool
     -> logits (T, B, actions) and value (T, B), both fp32, and state (B, state_size) after them.
     """
 
-    def __init__(self, args: Args, games: Games, device: torch.device) -> None:
+    def __init__(self, args: Args, games: Any, device: torch.device) -> None:
         super().__init__()
-        see, width = Tokens(games.features, games.window, device), args.hidden_size
+        view = TokenView(games.features, games.view_shape, device)
+        width = args.hidden_size
         if args.network == "token-bag":
-            self.encoder = TokenBag(see, width, device)
+            self.encoder = TokenBag(view, width, device)
         elif args.network == "box-cnn":
-            self.encoder = BoxCNN(see, games.window, width, device)
+            self.encoder = BoxCNN(view, width, device)
         else:
-            self.encoder = TokenAttention(see, width, args.sdpa, device)
-        kinds = {"lstm": nn.LSTM, "gru": nn.GRU}
-        self.rnn = kinds[args.rnn](width, width, device=device) if args.rnn in kinds else None
-        self.fixed_shapes = device.type != "cpu"  # whatever values there are: to look at them, a GPU would have to wait
-        self.state_size = width * {"lstm": 2, "gru": 1, "none": 0}[args.rnn]
-        self.heads = nn.Linear(width, games.num_actions + 1, device=device)  # the policy's logits, then the value
-        for name, weight in self.named_parameters():
-            if name.startswith("rnn.weight"):
-                nn.init.orthogonal_(weight)
+            self.encoder = TokenAttention(view, width, args.sdpa, device)
+        self.rnn = None
+        self.state_size = 0
+        if args.rnn == "lstm":
+            self.rnn = nn.LSTM(width, width, device=device)
+            self.state_size = 2 * width
+        if args.rnn == "gru":
+            self.rnn = nn.GRU(width, width, device=device)
+            self.state_size = width
+        self.fixed_shapes = device.type != "cpu"  # a GPU would have to wait for shapes that depend on values
+        self.num_actions = games.num_actions
+        self.heads = nn.Linear(width, self.num_actions + 1, device=device)  # the policy's logits, then the value
+        if self.rnn is not None:
+            nn.init.orthogonal_(self.rnn.weight_ih_l0)
+            nn.init.orthogonal_(self.rnn.weight_hh_l0)
         nn.init.orthogonal_(self.heads.weight[:-1], 0.01)
         nn.init.orthogonal_(self.heads.weight[-1:], 1.0)
         nn.init.zeros_(self.heads.bias)
 
-    def forward(self, tokens: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, tokens: torch.Tensor, state: torch.Tensor, episode_start: torch.Tensor) -> tuple:
         x = self.encoder(tokens.flatten(0, 1)).unflatten(0, tokens.shape[:2])
         if self.rnn is not None:
-            x, state = self.remember(x, state, reset)
-        *logits, value = self.heads(x).float().split([self.heads.out_features - 1, 1], 2)
-        return logits[0], value.squeeze(2), state.float()
+            x, state = self.recurrent(x, state, episode_start)
+        logits, value = self.heads(x).float().split([self.num_actions, 1], 2)
+        return logits, value.squeeze(2), state.float()
 
-    def remember(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x (T, B, width) and state -> what the memory makes of each step, and state; it is emptied at resets."""
+    def recurrent(self, x: torch.Tensor, state: torch.Tensor, episode_start: torch.Tensor) -> tuple:
+        """Outputs (T, B, width) and the state after them. The state is zero where an episode starts."""
+        if not self.fixed_shapes:
+            return self.recurrent_by_episodes(x, state, episode_start)
         # The layer itself would compute in float16 on CUDA, under autocast in bfloat16 too, and gradients vanish there.
-        if self.fixed_shapes:
-            steps = lstm_steps if isinstance(self.rnn, nn.LSTM) else gru_steps
-            return steps(self.rnn, x, state, ~reset[:, :, None])
-        return self.remember_between_resets(x, state, reset)
+        steps = lstm_steps if isinstance(self.rnn, nn.LSTM) else gru_steps
+        return steps(self.rnn, x, state, ~episode_start[:, :, None])
 
-    @torch.compiler.disable  # it would compile again for each pattern of resets
-    def remember_between_resets(self, x, state, reset) -> tuple[torch.Tensor, torch.Tensor]:
-        # The layer takes many steps in one call, but not over a reset. On a CPU an LSTM learns 1.6 times as fast so.
-        cuts = (reset[1:].any(1).nonzero().flatten() + 1).tolist()
-        parts = []
-        for start, end in pairwise([0, *cuts, len(x)]):
-            state = (state * ~reset[start, :, None])[None]
+    @torch.compiler.disable  # it would compile again for each pattern of episode starts
+    def recurrent_by_episodes(self, x: torch.Tensor, state: torch.Tensor, episode_start: torch.Tensor) -> tuple:
+        """As many steps in one call of the layer as no episode starts in. On a CPU an LSTM learns 1.6 times as fast."""
+        starts = (episode_start[1:].any(1).nonzero().flatten() + 1).tolist()
+        outputs = []
+        for start, end in pairwise([0, *starts, len(x)]):
+            state = (state * ~episode_start[start, :, None])[None]
             if isinstance(self.rnn, nn.LSTM):
                 hidden, cell = state.chunk(2, 2)
-                part, state = self.rnn(x[start:end], (hidden.contiguous(), cell.contiguous()))
+                output, state = self.rnn(x[start:end], (hidden.contiguous(), cell.contiguous()))
                 state = torch.cat(state, 2)
             else:
-                part, state = self.rnn(x[start:end], state)
+                output, state = self.rnn(x[start:end], state)
             state = state[0]
-            parts.append(part)
-        return torch.cat(parts), state
+            outputs.append(output)
+        return torch.cat(outputs), state
 
 
 # ------------------------------------------------------------------------------------------------ the algorithm
@@ -863,9 +661,10 @@ def gae(
     delta_t = min(rho_clip, ratio_t) * (r_t + gamma V(s_t+1) - V(s_t)), A_t = delta_t + gamma lambda min(c_clip,
     ratio_t) A_t+1 (Espeholt et al. 2018, section 4.1). An episode that ends at t passes nothing back over it: V(s_t+1)
     is 0 if it terminated, and `final_value` (N,), of the observation it ended with, if it was truncated; that happens
-    at most once to a lane of a rollout. `next_value` (N,) is of what follows the rollout.
+    at most once to an agent in a rollout. `next_value` (N,) is of what follows the rollout.
     """
-    next_values = torch.where(truncated, final_value, torch.cat([value[1:], next_value[None]])) * ~terminated
+    next_values = torch.cat([value[1:], next_value[None]])
+    next_values = torch.where(truncated, final_value, next_values) * ~terminated
     delta = ratio.clamp(max=rho_clip) * (reward + gamma * next_values - value)
     discount = gamma * gae_lambda * ratio.clamp(max=c_clip) * ~(terminated | truncated)
     lastgaelam = torch.zeros_like(next_value)
@@ -888,13 +687,15 @@ def ppo_loss(
     """
     logratio = logprob - old_logprob
     ratio = logratio.exp()
-    pg_loss = -torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
-    clipped = old_value + (value - old_value).clamp(-vf_clip_coef, vf_clip_coef)
-    v_loss = 0.5 * torch.max((value - returns) ** 2, (clipped - returns) ** 2).mean()
-    loss = pg_loss - ent_coef * entropy.mean() + vf_coef * v_loss
+    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    pg_loss = -torch.min(advantage * ratio, advantage * clipped_ratio).mean()
+    clipped_value = old_value + (value - old_value).clamp(-vf_clip_coef, vf_clip_coef)
+    v_loss = 0.5 * torch.max((value - returns) ** 2, (clipped_value - returns) ** 2).mean()
+    entropy = entropy.mean()
+    loss = pg_loss - ent_coef * entropy + vf_coef * v_loss
     approx_kl = (ratio - 1 - logratio).mean()
     clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
-    return loss, torch.stack([pg_loss, v_loss, entropy.mean(), approx_kl, clipfrac]).detach()
+    return loss, torch.stack([pg_loss, v_loss, entropy, approx_kl, clipfrac]).detach()
 
 
 def sample(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -907,92 +708,124 @@ class RankLost(RuntimeError):
     """Another rank of a torchrun is gone."""
 
 
-def across_ranks(tensor: torch.Tensor, op: str = "AVG") -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, op: str = "AVG") -> torch.Tensor:
     """Mean (or MAX, SUM) of `tensor` over all ranks of a torchrun, in place; without one it costs nothing."""
-    if RANKS > 1:
-        try:
-            dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "AVG" else getattr(dist.ReduceOp, op))
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            raise RankLost(f"rank {RANK} has lost another one ({str(error).strip().splitlines()[0][:120]})") from None
-        if op == "AVG":
-            tensor /= RANKS
+    if RANKS == 1:
+        return tensor
+    try:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "MAX" else dist.ReduceOp.SUM)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise RankLost(f"rank {RANK} has lost another one ({str(error).strip().splitlines()[0][:120]})") from None
+    if op == "AVG":
+        tensor /= RANKS
     return tensor
 
 
+def average_gradients(weights: list[torch.Tensor]) -> None:
+    """Over all ranks, in one message."""
+    if RANKS == 1:
+        return
+    flat_grad = all_reduce(torch.cat([weight.grad.flatten() for weight in weights]))
+    sizes = [weight.numel() for weight in weights]
+    for weight, grad in zip(weights, flat_grad.split(sizes)):
+        weight.grad.copy_(grad.view_as(weight))
+
+
 class Rollout:
-    """What `num_steps` steps of N lanes showed, time first, and the memory that each segment began with."""
+    """`num_steps` steps of all agents, time first. A segment is `bptt_horizon` steps of one agent in a row.
+
+    `state` is the memory before each segment. `final_obs` and `final_state` are of the last step of an episode that
+    was truncated in this rollout.
+    """
 
     def __init__(self, args: Args, obs: torch.Tensor, state_size: int, device: torch.device) -> None:
-        lanes, steps, self.bptt = len(obs), args.num_steps, args.bptt_horizon
-        step_bytes = obs.numel() + (40 + 4 * state_size // self.bptt) * lanes
-        check_memory("--num-steps", steps, step_bytes, device, 8 * obs.numel(), self.bptt)
+        num_agents = len(obs)
+        self.bptt_horizon = args.bptt_horizon
+        step_bytes = obs.numel() + (40 + 4 * state_size // args.bptt_horizon) * num_agents
+        check_memory("--num-steps", args.num_steps, step_bytes, device, 8 * obs.numel(), args.bptt_horizon)
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+        def zeros(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(args.num_steps, num_agents, dtype=dtype, device=device)
 
-        self.obs = zeros(steps, *obs.shape, dtype=torch.uint8)
-        self.action = zeros(steps, lanes, dtype=torch.int64)
-        self.logprob = zeros(steps, lanes)
-        self.reward = zeros(steps, lanes)
-        self.value = zeros(steps, lanes)
-        self.ratio = zeros(steps, lanes)
-        self.terminated = zeros(steps, lanes, dtype=torch.bool)
-        self.truncated = zeros(steps, lanes, dtype=torch.bool)
-        self.reset = zeros(steps, lanes, dtype=torch.bool)
-        self.state = zeros(steps // self.bptt, lanes, state_size)
+        self.obs = torch.zeros(args.num_steps, *obs.shape, dtype=torch.uint8, device=device)
+        self.state = torch.zeros(args.num_steps // args.bptt_horizon, num_agents, state_size, device=device)
+        self.episode_start = zeros(torch.bool)
+        self.action = zeros(torch.int64)
+        self.logprob = zeros()
+        self.value = zeros()
+        self.ratio = zeros()
+        self.reward = zeros()
+        self.terminated = zeros(torch.bool)
+        self.truncated = zeros(torch.bool)
         self.final_obs = torch.zeros_like(obs, device=device)
-        self.final_state = zeros(lanes, state_size)
+        self.final_state = torch.zeros(num_agents, state_size, device=device)
 
     def index(self, segments: torch.Tensor) -> torch.Tensor:
-        """(bptt, B): where the steps of `segments` (B,) are, time and lanes flattened."""
-        lanes = self.obs.shape[1]
-        row = segments // lanes * self.bptt + torch.arange(self.bptt, device=segments.device)[:, None]
-        return row * lanes + segments % lanes
+        """(bptt_horizon, B): where the steps of `segments` (B,) are, time and agents flattened."""
+        num_agents = self.obs.shape[1]
+        agent = segments % num_agents
+        first_step = segments // num_agents * self.bptt_horizon
+        step = first_step + torch.arange(self.bptt_horizon, device=segments.device)[:, None]
+        return step * num_agents + agent
+
+    def minibatch(self, segments: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+        """obs, state, episode_start, action and logprob of `segments` (B,), whose steps are at `index`."""
+        obs = self.obs.flatten(0, 1)[index]
+        state = self.state.flatten(0, 1)[segments]
+        episode_start = self.episode_start.flatten()[index]
+        action = self.action.flatten()[index]
+        logprob = self.logprob.flatten()[index]
+        return [obs, state, episode_start, action, logprob]
 
 
-@torch.no_grad()
+class Player:
+    """Agents in games that nobody learns from. They draw actions as in training: a policy that always takes its
+    likeliest action gets stuck in front of its own kind."""
+
+    def __init__(self, agent: Agent, num_agents: int, device: torch.device) -> None:
+        self.agent = agent
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(EVAL_SEED)
+        self.state = torch.zeros(num_agents, agent.state_size, device=device)
+        self.no_start = torch.zeros(1, num_agents, dtype=torch.bool, device=device)
+
+    @torch.no_grad()
+    def act(self, obs: torch.Tensor) -> torch.Tensor:
+        logits, _, self.state = self.agent(obs.to(self.device)[None], self.state, self.no_start)
+        return sample(logits[0], self.generator)
+
+
 def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
-    """Hearts of `episodes` agents in games no training seed has seen, whole episodes; actions are drawn, as in
-    training: a policy that always takes its likeliest action gets stuck in front of its own kind."""
-    where = torch.device("cpu")  # of few games a step is over sooner there than a GPU has launched it
-    agents = len(Games(args, 1, where, EVAL_SEED).obs)
-    games = Games(args, -(-episodes // agents), where, EVAL_SEED, evaluation=True)
-    obs, generator = games.obs, torch.Generator(device).manual_seed(EVAL_SEED)
-    lanes = len(obs)
-    state = torch.zeros(lanes, agent.state_size, device=device)
-    playing = torch.ones(lanes, dtype=torch.bool, device=device)
-    never = torch.zeros(1, lanes, dtype=torch.bool, device=device)
-    hearts = torch.zeros(lanes, device=device)
-    while playing.any():  # sync: evaluation is not on the clock
-        logits, _, state = agent(obs.to(device)[None], state, never)
-        obs, _, terminated, truncated, info = games.step(sample(logits[0], generator).to(obs.device))
-        ends = (terminated | truncated).to(device) & playing
-        hearts = torch.where(ends, info["hearts"].to(device).float(), hearts)
-        playing = playing & ~ends
+    """Hearts of `episodes` agents, rounded up to whole games: whole episodes with maps that no training seed has."""
+    cpu = torch.device("cpu")  # of few games a step is over sooner there than a GPU has launched it
+    agents_per_game = len(make_games(args, 1, cpu, EVAL_SEED).obs)
+    num_games = math.ceil(episodes / agents_per_game)
+    games = make_games(args, num_games, cpu, EVAL_SEED, evaluation=True)
+    obs = games.obs
+    num_agents = len(obs)
+    player = Player(agent, num_agents, device)
+    hearts = torch.zeros(num_agents)
+    playing = torch.ones(num_agents, dtype=torch.bool)
+    while playing.any():
+        obs, _, terminated, truncated, info = games.step(player.act(obs).cpu())
+        first_end = (terminated | truncated) & playing
+        hearts = torch.where(first_end, info["hearts"].float(), hearts)
+        playing &= ~first_end
     return {
         "eval_score_mean": hearts.mean().item(),
         "eval_score_median": hearts.median().item(),
         "eval_score_max": hearts.max().item(),
-        "eval_episodes": lanes,
+        "eval_episodes": num_agents,
     }
 
 
-@torch.no_grad()
-def play(agent: Agent, args: Args, device: torch.device, render_mode: str) -> Iterator[np.ndarray | str]:
+def watch_game(agent: Agent, args: Args, device: torch.device, render_mode: str) -> Iterator:
     """Frames of one game, played by the rule book."""
     arena = MettaArena(render_mode, **rules_of(args), random_first_length=False)
-    observations, _ = arena.reset(seed=EVAL_SEED)
-    generator = torch.Generator(device).manual_seed(EVAL_SEED)
-    state = torch.zeros(len(arena.agents), agent.state_size, device=device)
-    no_reset = torch.zeros(1, len(arena.agents), dtype=torch.bool, device=device)
-    while arena.agents:
-        yield arena.render()
-        obs = torch.as_tensor(np.stack(list(observations.values())), device=device)
-        logits, _, state = agent(obs[None], state, no_reset)
-        actions = sample(logits[0], generator).tolist()
-        observations, *_ = arena.step(dict(zip(arena.agents, actions)))
+    player = Player(agent, arena.rules.num_agents, device)
+    return play_parallel(arena, lambda obs: player.act(torch.as_tensor(obs)).tolist(), EVAL_SEED)
 
 
 def save_gif(agent: Agent, args: Args, device: torch.device, folder: Path) -> None:
@@ -1001,7 +834,7 @@ def save_gif(agent: Agent, args: Args, device: torch.device, folder: Path) -> No
         return
     path = folder / "videos" / "metta.gif"
     try:
-        write_gif(islice(play(agent, args, device, "rgb_array"), GIF_FRAMES), path)
+        write_gif(islice(watch_game(agent, args, device, "rgb_array"), GIF_FRAMES), path)
         say(str(path))
     except OSError as error:
         say(f"--video: {path} cannot be written ({error})")
@@ -1010,10 +843,10 @@ def save_gif(agent: Agent, args: Args, device: torch.device, folder: Path) -> No
 def evaluate_run(agent: Agent, args: Args, device: torch.device) -> dict[str, float]:
     """--evaluate: one game in the terminal (--render), or the hearts of many agents and a GIF (--video)."""
     path, checkpoint = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
-    check_layout(f"--evaluate {args.evaluate}", checkpoint, {"agent": agent.state_dict()}, SHAPES)
+    check_layout(f"--evaluate {args.evaluate}", checkpoint, {"agent": agent.state_dict()}, SHAPE_FLAGS)
     agent.load_state_dict(checkpoint["agent"])
     if args.render:
-        show_in_terminal(play(agent, args, device, "ansi"), MettaArena.metadata["render_fps"])
+        show_in_terminal(watch_game(agent, args, device, "ansi"), MettaArena.metadata["render_fps"])
         return {}
     scores = evaluate(agent, args, args.eval_episodes, device)
     say("  ".join(f"{name} {value:g}" for name, value in scores.items()))
@@ -1418,9 +1251,6 @@ def check_layout(asked: str, checkpoint: dict[str, Any], expected: dict[str, Any
             fail(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
-# the tensor that the loop writes to, not a copy
-
-
 def copy_tensors(target: dict[str, Any], saved: dict[str, Any]) -> None:
     """Into the tensors of `target`, which is laid out as `saved` is."""
     for name, value in target.items():
@@ -1457,6 +1287,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
+# ----------------------------------------------------------------------------------------------------- the run
+
+
 @restore_process()
 def main(args: Args) -> dict:
     """Train, or --evaluate. However it ends, no worker lives on; of several ranks only the first one speaks."""
@@ -1472,7 +1305,7 @@ def main(args: Args) -> dict:
 
 
 def run(args: Args, cleanup: ExitStack) -> dict:
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     interrupts = Interrupts()
     if RANKS > 1 and args.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -1482,80 +1315,90 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     torch.set_flush_denormal(True)  # denormal numbers were seen to cost a run two thirds of its updates/s
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
-    example = Games(args, 1, torch.device("cpu"), EVAL_SEED)
-    agents = len(example.obs)  # of a game
-    game_bytes = 4_000 * agents + 35 * example.cells  # about; measured in the arena and in navigation
-    check_memory("--eval-episodes", args.eval_episodes, game_bytes // agents, torch.device("cpu"))
-    agent = Agent(args, example, device)
     is_main = RANK == 0
+    game = make_games(args, 1, torch.device("cpu"), EVAL_SEED)
+    agents_per_game = len(game.obs)
+    game_bytes = 4_000 * agents_per_game + 35 * game.cells  # about; measured in the arena and in navigation
+    check_memory("--eval-episodes", args.eval_episodes, game_bytes // agents_per_game, torch.device("cpu"))
+    agent = Agent(args, game, device)
     if args.evaluate is not None:
         with interrupts.at_once():
             return evaluate_run(agent, args, device) if is_main else {}
         return {}
     check_memory("--num-envs", args.num_envs, game_bytes, device)
-    check_sizes(args, agents * args.num_envs, example.max_steps)
+    check_sizes(args, agents_per_game * args.num_envs, game.max_steps)
 
     sdpa = None
     if args.network == "token-attention":
         sdpa = agent.encoder.layer1.kernel(dtype, device)
-        asked = "" if args.sdpa in ("auto", sdpa.split("_")[0]) else f"--sdpa {args.sdpa}: does not run here; "
-        say(f"{asked}attention runs in {sdpa}")
-    starts = 0  # of the run so far
+        if args.sdpa != "auto" and args.sdpa != sdpa.split("_")[0]:
+            say(f"--sdpa {args.sdpa}: does not run here")
+        say(f"attention runs in {sdpa}")
+    starts = 0  # of this run before: each has random numbers of its own
     if args.resume is not None:
-        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
-        check_layout(f"--resume {args.resume}", saved, {"starts": 0}, SHAPES)
-        starts = saved["starts"] + 1
+        checkpoint_path, checkpoint = load_checkpoint("--resume", args.resume, args.run_dir)
+        check_layout(f"--resume {args.resume}", checkpoint, {"starts": 0}, SHAPE_FLAGS)
+        starts = checkpoint["starts"] + 1
     if RANKS > 1:
         try:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         except RuntimeError as error:
             raise RankLost(f"rank {RANK} does not find the others ({str(error).splitlines()[0][:120]})") from None
 
-    # --- what a run is made of ------------------------------------------------------------------------------------
-    envs = cleanup.enter_context(closing(make_envs(args, device, example, starts)))
-    obs = envs.obs.to(device, copy=True)  # what each lane acts on next
-    lanes, group_size = len(obs), len(obs) // envs.groups
+    # --- games, agent and rollout ---------------------------------------------------------------------------------
+    envs = cleanup.enter_context(closing(make_envs(args, device, starts, game.obs.shape)))
+    obs = envs.obs.to(device, copy=True)  # what each agent acts on next
+    num_agents = len(obs)
+    group_size = num_agents // envs.num_groups
+    can_save_envs = args.env_id != "mettagrid" and isinstance(envs, LocalEnvs)
     weights = list(agent.parameters())
-    graphs = args.cudagraph and device.type == "cuda" and args.vec_env == "device" and RANKS == 1
+    use_graphs = args.cudagraph and device.type == "cuda" and args.vec_env == "device" and RANKS == 1
     learning_rate = torch.tensor(args.learning_rate, device=device)
-    optimizer = torch.optim.Adam(weights, lr=learning_rate, eps=1e-5, fused=True, capturable=graphs)
+    optimizer = torch.optim.Adam(weights, lr=learning_rate, eps=1e-5, fused=True, capturable=use_graphs)
     init_adam(optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     generator = torch.Generator(device).manual_seed(games_seed(args.seed, starts))
-    b = Rollout(args, obs, agent.state_size, device)
-    num_steps, num_segments = args.num_steps, len(b.state) * lanes
-    # An update leaves new values and ratios in its segments, so new advantages in their lanes. The rest of the epoch
-    # learns from none of these where a segment is all of a lane and has one turn.
-    gae_each_update = args.bptt_horizon < num_steps or args.prio_alpha > 0
-    batch_size = num_steps * lanes
-    minibatch_size = batch_size // args.num_minibatches
-    mb_segments = num_segments // args.num_minibatches
-    state = torch.zeros(lanes, agent.state_size, device=device)
-    begins = torch.zeros(lanes, dtype=torch.bool, device=device)  # does an episode begin with `obs`
-    advantage = torch.zeros(num_steps, lanes, device=device)
-    next_value = torch.zeros(lanes, device=device)
-    final_value = torch.zeros(lanes, device=device)
-    rows = torch.zeros(envs.groups, 1, dtype=torch.int64, device=device)  # of the rollout, that each group is at
-    segments = torch.zeros(mb_segments, dtype=torch.int64, device=device)
-    gae_coefs = args.gamma, args.gae_lambda, args.rho_clip, args.c_clip
+    rollout = Rollout(args, obs, agent.state_size, device)
+    rollout_step = torch.zeros(envs.num_groups, 1, dtype=torch.int64, device=device)  # that each group is at
+    state = torch.zeros(num_agents, agent.state_size, device=device)
+    episode_start = torch.zeros(num_agents, dtype=torch.bool, device=device)  # whether an episode starts with `obs`
+    next_value = torch.zeros(num_agents, device=device)
+    final_value = torch.zeros(num_agents, device=device)
+    advantage = torch.zeros(args.num_steps, num_agents, device=device)
+
+    num_segments = args.num_steps // args.bptt_horizon * num_agents
+    segments_per_minibatch = num_segments // args.num_minibatches
+    minibatch_size = args.num_steps * num_agents // args.num_minibatches
+    segments = torch.zeros(segments_per_minibatch, dtype=torch.int64, device=device)  # of the minibatch
     ent_coef = torch.tensor(args.ent_coef, device=device)
     prio_beta = torch.tensor(args.prio_beta0, device=device)
-    # Sums over the updates since the last log: pg_loss, v_loss, entropy, approx_kl, clipfrac.
-    learned = torch.zeros(5, device=device)
-    mb_parts = torch.zeros(args.grad_accumulation, 5, device=device)  # the same, of a minibatch
     approx_kl = torch.zeros((), device=device)
+    part_losses = torch.zeros(args.grad_accumulation, 5, device=device)  # as `ppo_loss` returns them
+    loss_sums = torch.zeros(5, device=device)  # the same, summed over the updates since the last log
     timer = PhaseTimer(device)
-
-    # --- a new run, or the rest of one ----------------------------------------------------------------------------
-    can_save_envs = args.env_id != "mettagrid" and isinstance(envs, Games)
-    global_step, updates, seconds_before = 0, 0, 0.0
+    global_step = 0
+    updates = 0
+    seconds_before = 0.0  # of the run that is resumed
+    run_seconds = 0.0  # at the last `sync`
 
     def elapsed() -> float:
-        return seconds_before + time.perf_counter() - started
+        return seconds_before + time.perf_counter() - start_time
 
+    def sync() -> tuple[float, bool]:
+        """Seconds of the run, and whether to stop. Ranks decide together only by this: it is the same on all."""
+        clock = torch.tensor([elapsed(), interrupts.count], dtype=torch.float64, device=device if RANKS > 1 else "cpu")
+        seconds, signals = all_reduce(clock, "MAX").tolist()
+        return seconds, signals > 0
+
+    def progress() -> float:
+        by_steps = global_step / args.total_timesteps if args.total_timesteps else 0
+        by_seconds = run_seconds / args.max_seconds if args.max_seconds else 0
+        return max(by_steps, by_seconds)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
     def run_state() -> dict[str, Any]:
         """All there is to a run, as tensors and plain values. Of several ranks it holds the games of the first."""
-        now_state = {
+        checkpoint = {
             "agent": agent.state_dict(),
             "optimizer": optimizer.state_dict()["state"],
             "scaler": scaler.state_dict(),
@@ -1567,58 +1410,62 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             "elapsed": elapsed(),
         }
         if can_save_envs:
-            now_state["games"] = envs.games.state_dict()
-            now_state["obs"] = obs
-            now_state["state"] = state
-            now_state["begins"] = begins
-        return now_state
+            checkpoint["envs"] = envs.games.state_dict()
+            checkpoint["obs"] = obs
+            checkpoint["state"] = state
+            checkpoint["episode_start"] = episode_start
+        return checkpoint
 
-    def load_run_state(saved: dict[str, Any]) -> None:
+    def load_run_state(checkpoint: dict[str, Any]) -> None:
         """Checks everything first: what does not fit is refused before anything is changed."""
-        nonlocal global_step, updates, seconds_before
-        asked, expected = f"--resume {args.resume}", run_state()
-        load_envs = can_save_envs and "games" in saved
+        nonlocal global_step, updates, seconds_before, run_seconds
+        asked = f"--resume {args.resume}"
+        same_device = checkpoint.get("device") == device.type
+        load_envs = can_save_envs and "envs" in checkpoint
+        expected = run_state()
         if can_save_envs and not load_envs:
-            for name in ("games", "obs", "state", "begins"):
+            for name in ("envs", "obs", "state", "episode_start"):
                 del expected[name]
-        if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
+        if not (checkpoint.get("scaler") and expected["scaler"]):  # only float16 has something there
             del expected["scaler"]
-        same_device = saved.get("device") == device.type
-        if not same_device:
-            del expected["device"], expected["generator"]
-        check_layout(asked, saved, expected, f"{SHAPES}, --instances, --size, --agents and --num-envs")
+        if not same_device:  # random numbers are of another kind there
+            del expected["device"]
+            del expected["generator"]
+        check_layout(asked, checkpoint, expected, f"{SHAPE_FLAGS}, --instances, --size, --agents and --num-envs")
         try:
             if same_device:
-                torch.Generator(device).set_state(saved["generator"])
+                torch.Generator(device).set_state(checkpoint["generator"])
             if load_envs and is_main:
-                envs.games.load_state_dict(saved["games"])
+                envs.games.load_state_dict(checkpoint["envs"])
         except (RuntimeError, ValueError) as error:
             fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
-        global_step = saved["global_step"]
-        updates = saved["updates"]
-        seconds_before = saved["elapsed"]
-        if max(global_step / (args.total_timesteps or math.inf), seconds_before / (args.max_seconds or math.inf)) >= 1:
-            over = f"its run is over after {global_step:,} steps and {seconds_before:.0f} s"
-            fail(f"{asked}: {over}; a larger --total-timesteps or --max-seconds works")
-        if load_envs and is_main:
-            obs.copy_(saved["obs"])
-            state.copy_(saved["state"])
-            begins.copy_(saved["begins"])
-        copy_tensors(expected["agent"], saved["agent"])
-        copy_tensors(expected["optimizer"], saved["optimizer"])
+
+        global_step = checkpoint["global_step"]
+        updates = checkpoint["updates"]
+        seconds_before = run_seconds = checkpoint["elapsed"]
+        if progress() >= 1:
+            advice = "a larger --total-timesteps or --max-seconds works"
+            fail(f"{asked}: its run is over after {global_step:,} steps and {seconds_before:.0f} s; {advice}")
+        copy_tensors(expected["agent"], checkpoint["agent"])
+        copy_tensors(expected["optimizer"], checkpoint["optimizer"])
         if "scaler" in expected:
-            scaler.load_state_dict(saved["scaler"])
+            scaler.load_state_dict(checkpoint["scaler"])
+        if load_envs and is_main:
+            obs.copy_(checkpoint["obs"])
+            state.copy_(checkpoint["state"])
+            episode_start.copy_(checkpoint["episode_start"])
         if same_device and is_main:
-            generator.set_state(saved["generator"])
+            generator.set_state(checkpoint["generator"])
         if not same_device:
             say("the random numbers begin anew: those of the checkpoint are of another kind of device")
         if not load_envs:
             say("the games start anew: only those of the embedded arena in this process are in a checkpoint")
 
-    folder = writer = None  # of the first rank, the only one that writes
+    folder = None
+    writer = None  # of the first rank, the only one that writes
     if args.resume is not None:
-        load_run_state(saved)
-        folder = path.parent
+        load_run_state(checkpoint)
+        folder = checkpoint_path.parent
         if is_main:
             write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
             for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
@@ -1629,78 +1476,207 @@ def run(args: Args, cleanup: ExitStack) -> dict:
                 import wandb
             except ImportError:
                 fail("--wandb: its package is missing; pip install wandb")
-        folder = folder or make_run_folder(args)
+        if folder is None:
+            folder = make_run_folder(args)
         if args.wandb:
             wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
         writer = SummaryWriter(folder, purge_step=global_step)
         writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
 
-    first_step = logged_step = global_step
-    first_update = logged_update = updates
-    scores: dict[str, float] = {}
+    # --- what the user is told at the start -----------------------------------------------------------------------
     precision = str(dtype).removeprefix("torch.")
-    threads = f"cpu, {torch.get_num_threads()} threads"
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
-    in_ranks = f", {RANKS} ranks" if RANKS > 1 else ""
-    where = f"in {args.num_workers} workers, {envs.groups} parts in flight" if isinstance(envs, Workers) else "here"
-    learns = f"{args.update_epochs} x {args.num_minibatches} updates on {mb_segments} segments of {args.bptt_horizon}"
-    say(f"{folder} on {device_name} in {precision}{in_ranks}")
-    if not args.bf16 and args.rnn != "none" and device.type == "cpu" and bf16_speedup() > 1.2:
-        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
+    device_name = f"cpu, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
+    ranks = f", {RANKS} ranks" if RANKS > 1 else ""
+    say(f"{folder} on {device_name} in {precision}{ranks}")
     if device.type == "cuda" and not ((args.bf16 or args.fp16) and args.cudagraph and args.compile):
         say("on CUDA --bf16, --cudagraph and --compile should make it faster; no GPU has measured it yet")
-    say(f"{lanes} agents {where}; rollouts of {num_steps} steps, {learns} (replay ratio {args.update_epochs}); "
-        f"{sum(weight.numel() for weight in weights):,} weights")  # fmt: skip
+    if device.type == "cpu" and not args.bf16 and args.rnn != "none" and bf16_speedup() > 1.2:
+        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
+    location = "in this process"
+    if isinstance(envs, SubprocEnvs):
+        location = f"in {args.num_workers} workers, {envs.num_groups} groups in flight"
+    say(
+        f"{num_agents} agents {location}; rollouts of {args.num_steps} steps, {args.update_epochs} x "
+        f"{args.num_minibatches} updates on {segments_per_minibatch} segments of {args.bptt_horizon} (replay ratio "
+        f"{args.update_epochs}); {sum(weight.numel() for weight in weights):,} weights"
+    )
 
-    def pulse() -> tuple[float, bool]:
-        """Seconds of the run, and whether to stop. Ranks decide together only by this: it is the same on all."""
-        here = [elapsed(), interrupts.count]
-        everywhere = torch.tensor(here, dtype=torch.float64, device=device if RANKS > 1 else "cpu")
-        seconds, signals = across_ranks(everywhere, "MAX").tolist()
-        return seconds, signals > 0
+    # --- what the loop does, in its order -------------------------------------------------------------------------
+    def autocast() -> torch.autocast:
+        # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
+        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
-    def progress() -> float:
-        return max(global_step / (args.total_timesteps or math.inf), now / (args.max_seconds or math.inf))
+    @torch.no_grad()
+    def policy(obs: torch.Tensor, state: torch.Tensor, episode_start: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with autocast():
+            logits, value, state = agent(obs[None], state, episode_start[None])
+        return logits[0], value[0], state
 
-    def due(what: str) -> bool:
-        every = getattr(args, f"{what}_every")
-        if every == 0 or now < last[what] + every:
-            return False
-        last[what] = now
-        return True
+    def act(group: int) -> None:
+        """Start a step of a group of games, and store what it was decided on."""
+        part = slice(group * group_size, (group + 1) * group_size)
+        step = rollout_step[group]
+        segment = step // args.bptt_horizon
+        starts_segment = step % args.bptt_horizon == 0
+        rollout.state[segment, part] = torch.where(starts_segment, state[part], rollout.state[segment, part])
+        logits, value, next_state = policy_step(obs[part], state[part], episode_start[part])
+        action = sample(logits, generator)
+        rollout.obs[step, part] = obs[part]
+        rollout.episode_start[step, part] = episode_start[part]
+        rollout.action[step, part] = action
+        rollout.value[step, part] = value
+        rollout.logprob[step, part] = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
+        state[part] = next_state
+        timer.lap("act")
+        envs.send(group, action)
+        timer.lap("env")
 
-    def save() -> None:
-        if not is_main:
-            return None
-        if not all(weight.isfinite().all() for weight in weights):
-            return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        header = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
-        save_checkpoint(folder / "checkpoint.pt", header | run_state())
+    def receive_and_store(group: int) -> None:
+        """Store what that step led to."""
+        part = slice(group * group_size, (group + 1) * group_size)
+        step = rollout_step[group]
+        results = [result.to(device, non_blocking=True) for result in envs.recv(group)]
+        obs[part], reward, terminated, truncated, final_obs = results
+        timer.lap("env")
+        rollout.reward[step, part] = reward * args.reward_scale
+        rollout.terminated[step, part] = terminated
+        rollout.truncated[step, part] = truncated
+        rollout.final_obs[part] = torch.where(truncated[:, None, None], final_obs, rollout.final_obs[part])
+        rollout.final_state[part] = torch.where(truncated[:, None], state[part], rollout.final_state[part])
+        episode_start[part] = terminated | truncated
+        rollout_step[group] = (step + 1) % args.num_steps
+        timer.lap("store")
+
+    def act_step_and_store() -> None:
+        """Of games in this process, which are one group."""
+        act(0)
+        receive_and_store(0)
+
+    def collect_rollout() -> None:
+        """`num_steps` steps of all agents. Workers play one group while the policy acts for the next one."""
+        if isinstance(envs, LocalEnvs):
+            for _ in range(args.num_steps):
+                act_step_and_store()
+            return
+        for step in range(args.num_steps + 1):
+            for group in range(envs.num_groups):
+                if step > 0:
+                    receive_and_store(group)
+                if step < args.num_steps:
+                    act(group)
+
+    def bootstrap() -> None:
+        """Values of what follows the rollout, and of what truncated episodes ended with."""
+        next_value.copy_(policy_step(obs, state, episode_start)[1])
+        no_start = torch.zeros_like(episode_start)
+        final_value.copy_(policy_step(rollout.final_obs, rollout.final_state, no_start)[1])
+        rollout.ratio.fill_(1)
+
+    def estimate_advantages() -> None:
+        """With the values and ratios that the updates before have left."""
+        advantage.copy_(gae_step(*gae_inputs))
+
+    def minibatch_loss(obs, state, episode_start, action, logprob, value, advantage, returns) -> tuple:
+        """Loss, what it consists of, and the new values and policy ratios."""
+        with autocast():
+            logits, new_value, _ = agent(obs, state, episode_start)
+        logp = logits.log_softmax(2)
+        new_logprob = logp.gather(2, action[..., None]).squeeze(2)
+        entropy = -(logp.exp() * logp).sum(2)
+        coefs = (args.clip_coef, args.vf_clip_coef, ent_coef, args.vf_coef)
+        loss, losses = ppo_loss(new_logprob, logprob, advantage, entropy, new_value, value, returns, *coefs)
+        ratio = (new_logprob - logprob).detach().exp()
+        return loss, losses, new_value.detach(), ratio
+
+    def draw_segments() -> torch.Tensor:
+        """Without replacement, by the size of their advantages. Returns the probability of every segment."""
+        size = advantage.unflatten(0, (-1, args.bptt_horizon)).abs().sum(1).flatten()
+        priority = size**args.prio_alpha
+        probability = priority / priority.sum()
+        noise = torch.empty_like(probability).exponential_(generator=generator)
+        segments.copy_((probability / noise).topk(segments_per_minibatch).indices)
+        return probability
+
+    def update() -> None:
+        if args.prio_alpha:
+            probability = draw_segments()
+        index = rollout.index(segments)
+        mb_advantage = advantage.flatten()[index]
+        mb_value = rollout.value.flatten()[index]
+        mb_returns = mb_advantage + mb_value
+        if args.norm_adv:
+            mb_advantage = mb_advantage - all_reduce(mb_advantage.mean())
+            mb_advantage = mb_advantage / (all_reduce(mb_advantage.square().mean()).sqrt() + 1e-8)
+        if args.prio_alpha:
+            mb_advantage = mb_advantage * (num_segments * probability[segments]) ** -prio_beta
+        optimizer.zero_grad()
+        for i in range(args.grad_accumulation):
+            part = slice(i, None, args.grad_accumulation)
+            part_index = index[:, part]
+            inputs = rollout.minibatch(segments[part], part_index)
+            targets = [mb_value[:, part], mb_advantage[:, part], mb_returns[:, part]]
+            loss, losses, value, ratio = loss_step(*inputs, *targets)
+            scaler.scale(loss / args.grad_accumulation).backward()
+            finite = value.isfinite() & ratio.isfinite()  # others would reach all advantages of this rollout
+            old_ratio = rollout.ratio.view(-1)[part_index]
+            rollout.value.view(-1)[part_index] = torch.where(finite, value, mb_value[:, part])
+            rollout.ratio.view(-1)[part_index] = torch.where(finite, ratio, old_ratio)
+            part_losses[i] = losses
+        average_gradients(weights)  # before `unscale_`, so that all ranks skip an update that overflows in float16
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        losses = all_reduce(part_losses.mean(0))
+        approx_kl.copy_(losses[3])
+        loss_sums.add_(losses)
+
+    def learn() -> None:
+        """`update_epochs` times all minibatches, in an order that is drawn."""
+        nonlocal updates
+        for _ in range(args.update_epochs):
+            order = torch.rand(num_segments, generator=generator, device=device).argsort()
+            for minibatch, minibatch_segments in enumerate(order.view(args.num_minibatches, -1)):
+                segments.copy_(minibatch_segments)
+                # An update leaves new values and ratios in its segments, so new advantages in their agents' others.
+                if minibatch == 0 or advantages_change:
+                    estimate_advantages()
+                update()
+                updates += 1
+                if args.target_kl and approx_kl.item() > args.target_kl:  # sync: of this flag
+                    return
 
     def log() -> None:
-        """On all ranks: they add up what they have seen."""
+        """On all ranks: what they count is summed up."""
         seconds = timer.read()
-        steps, learns, wall = global_step - logged_step, updates - logged_update, sum(seconds.values())
-        episodes, hearts, length, returned = across_ranks(envs.read_finished().to(device), "SUM").tolist()
-        pg_loss, v_loss, entropy, kl, clipfrac = (learned / max(learns, 1)).tolist()
-        learned.zero_()
+        wall_seconds = sum(seconds.values())
+        new_steps = global_step - logged_step
+        new_updates = updates - logged_updates
+        new_samples = new_updates * minibatch_size * RANKS
+        episodes, hearts, length, episodic_return = all_reduce(envs.read_finished().to(device), "SUM").tolist()
+        pg_loss, v_loss, entropy, kl, clipfrac = (loss_sums / max(new_updates, 1)).tolist()
+        loss_sums.zero_()
         estimate_advantages()
+        returns = advantage + rollout.value
         scalars = {
-            "charts/SPS": steps / wall,
-            "charts/updates_per_second": learns / wall,
-            "charts/samples_per_second": learns * minibatch_size * RANKS / wall,
-            "charts/replay_ratio": learns * minibatch_size * RANKS / steps,
+            "charts/SPS": new_steps / wall_seconds,
+            "charts/updates_per_second": new_updates / wall_seconds,
+            "charts/samples_per_second": new_samples / wall_seconds,
+            "charts/replay_ratio": new_samples / new_steps,
             "losses/learning_rate": learning_rate.item(),
             "losses/ent_coef": ent_coef.item(),
-            "losses/explained_variance": 1 - (advantage.var() / (advantage + b.value).var()).item(),
-            "perf/rollout_fraction": 1 - seconds["learn"] / wall,
+            "losses/explained_variance": 1 - (advantage.var() / returns.var()).item(),
+            "perf/rollout_fraction": 1 - seconds["learn"] / wall_seconds,
         }
-        scalars |= {f"perf/{phase}_ms": 1000 * spent * lanes * RANKS / steps for phase, spent in seconds.items()}
+        for phase in seconds:
+            scalars[f"perf/{phase}_ms"] = 1000 * seconds[phase] * num_agents * RANKS / new_steps
         if episodes:
             scalars["charts/score"] = hearts / episodes
             scalars["charts/episodic_length"] = length / episodes
-            scalars["charts/episodic_return"] = returned / episodes
-        if learns:
+            scalars["charts/episodic_return"] = episodic_return / episodes
+        if new_updates:
             scalars["losses/pg_loss"] = pg_loss
             scalars["losses/v_loss"] = v_loss
             scalars["losses/entropy"] = entropy
@@ -1713,8 +1689,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         if is_main:
             write_scalars(writer, scalars, global_step)
         line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
-        line += f"  SPS {steps / wall:>9,.0f}  updates/s {learns / wall:>5.1f}"
-        line += f"  entropy {scalars.get('losses/entropy', math.nan):4.2f}  kl {scalars.get('losses/approx_kl', 0):.4f}"
+        line += f"  SPS {new_steps / wall_seconds:>9,.0f}  updates/s {new_updates / wall_seconds:>5.1f}"
+        line += f"  entropy {scalars.get('losses/entropy', math.nan):4.2f}  kl {kl:.4f}"
         line += f"  return {scalars.get('charts/episodic_return', math.nan):6.2f}"
         line += f"  hearts {scalars.get('charts/score', math.nan):5.2f}"
         say(line, end="\r" if sys.stdout.isatty() else "\n")
@@ -1722,151 +1698,50 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         if not math.isfinite(loss):
             fail(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
 
-    def test(episodes: int) -> dict[str, float]:
+    def evaluate_and_log(episodes: int) -> dict[str, float]:
         scores = evaluate(agent, args, episodes, device)
-        write_scalars(writer, {name.replace("_", "/", 1): value for name, value in scores.items()}, global_step)
+        write_scalars(writer, {name.replace("_", "/", 1): score for name, score in scores.items()}, global_step)
         return scores
 
-    # --- acting and learning --------------------------------------------------------------------------------------
-    def autocast() -> torch.autocast:
-        # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
-        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+    def save() -> None:
+        if not is_main:
+            return
+        if not all(weight.isfinite().all() for weight in weights):
+            print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
+            return
+        header = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
+        save_checkpoint(folder / "checkpoint.pt", header | run_state())
 
-    @torch.no_grad()
-    def policy(obs: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with autocast():
-            logits, value, state = agent(obs[None], state, reset[None])
-        return logits[0], value[0], state
-
-    def loss_of(obs, state, reset, action, logprob, value, advantage, returns) -> tuple[torch.Tensor, ...]:
-        """Loss, what it consists of, and the values and policy ratios of now."""
-        with autocast():
-            logits, new_value, _ = agent(obs, state, reset)
-        logp = logits.log_softmax(2)
-        new_logprob = logp.gather(2, action[..., None]).squeeze(2)
-        entropy = -(logp.exp() * logp).sum(2)
-        coefs = args.clip_coef, args.vf_clip_coef, ent_coef, args.vf_coef
-        loss, parts = ppo_loss(new_logprob, logprob, advantage, entropy, new_value, value, returns, *coefs)
-        return loss, parts, new_value.detach(), (new_logprob - logprob).detach().exp()
-
-    def act(group: int) -> None:
-        # 1 act and step
-        part = slice(group * group_size, (group + 1) * group_size)
-        row = rows[group]
-        segment = row // args.bptt_horizon
-        b.state[segment, part] = torch.where(row % args.bptt_horizon == 0, state[part], b.state[segment, part])
-        logits, value, next_state = policy_step(obs[part], state[part], begins[part])
-        action = sample(logits, generator)
-        b.obs[row, part] = obs[part]
-        b.reset[row, part] = begins[part]
-        b.action[row, part] = action
-        b.value[row, part] = value
-        b.logprob[row, part] = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
-        state[part] = next_state
-        timer.lap("act")
-        envs.send(group, action)
-        timer.lap("env")
-
-    def receive(group: int) -> None:
-        part = slice(group * group_size, (group + 1) * group_size)
-        row = rows[group]
-        results = (result.to(device, non_blocking=True) for result in envs.recv(group))
-        obs[part], reward, terminated, truncated, final_obs = results
-        timer.lap("env")
-        # 2 store
-        b.reward[row, part] = reward * args.reward_scale
-        b.terminated[row, part] = terminated
-        b.truncated[row, part] = truncated
-        b.final_obs[part] = torch.where(truncated[:, None, None], final_obs, b.final_obs[part])
-        b.final_state[part] = torch.where(truncated[:, None], state[part], b.final_state[part])
-        begins[part] = terminated | truncated
-        rows[group] = (row + 1) % num_steps
-        timer.lap("store")
-
-    def act_and_receive() -> None:
-        """A step of games that are here, where `act` leaves nothing in flight."""
-        act(0)
-        receive(0)
-
-    def bootstrap() -> None:
-        """Values of what the lanes see next, and of what those whose episode was cut saw last."""
-        next_value.copy_(policy_step(obs, state, begins)[1])
-        final_value.copy_(policy_step(b.final_obs, b.final_state, torch.zeros_like(begins))[1])
-        b.ratio.fill_(1)
-
-    def estimate_advantages() -> None:
-        """With the values and ratios that the updates before have left."""
-        ends = b.terminated, b.truncated, b.ratio
-        advantage.copy_(gae_step(b.reward, b.value, next_value, final_value, *ends, *gae_coefs))
-
-    def minibatch(index: torch.Tensor, segments: torch.Tensor) -> list[torch.Tensor]:
-        """obs, memory before them, reset, action and logprob of the steps `index` of `segments`."""
-        obs, reset, action, logprob = (x.flatten(0, 1)[index] for x in (b.obs, b.reset, b.action, b.logprob))
-        return [obs, b.state.flatten(0, 1)[segments], reset, action, logprob]
-
-    def update() -> None:
-        if args.prio_alpha:
-            priority = advantage.unflatten(0, (-1, args.bptt_horizon)).abs().sum(1).flatten() ** args.prio_alpha
-            share = priority / priority.sum()
-            noise = torch.empty_like(share).exponential_(generator=generator)
-            segments.copy_((share / noise).topk(mb_segments).indices)  # drawn without replacement
-        index = b.index(segments)
-        mb_advantage = advantage.flatten()[index]
-        mb_value = b.value.flatten()[index]
-        mb_returns = mb_advantage + mb_value
-        if args.norm_adv:
-            mb_advantage = mb_advantage - across_ranks(mb_advantage.mean())
-            mb_advantage = mb_advantage / (across_ranks(mb_advantage.square().mean()).sqrt() + 1e-8)
-        if args.prio_alpha:
-            mb_advantage = mb_advantage * (num_segments * share[segments]) ** -prio_beta
-        optimizer.zero_grad()
-        for i in range(args.grad_accumulation):
-            columns = slice(i, None, args.grad_accumulation)
-            some = index[:, columns]
-            targets = mb_value[:, columns], mb_advantage[:, columns], mb_returns[:, columns]
-            loss, parts, value, ratio = loss_step(*minibatch(some, segments[columns]), *targets)
-            scaler.scale(loss / args.grad_accumulation).backward()
-            finite = value.isfinite() & ratio.isfinite()  # others would reach all advantages of this rollout
-            b.value.view(-1)[some] = torch.where(finite, value, mb_value[:, columns])
-            b.ratio.view(-1)[some] = torch.where(finite, ratio, b.ratio.view(-1)[some])
-            mb_parts[i] = parts
-        if RANKS > 1:  # before `unscale_`, so that all of them skip an update that overflows in float16
-            flat = across_ranks(torch.cat([weight.grad.flatten() for weight in weights]))
-            for weight, grad in zip(weights, flat.split([weight.numel() for weight in weights])):
-                weight.grad.copy_(grad.view_as(weight))
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        parts = across_ranks(mb_parts.mean(0))
-        approx_kl.copy_(parts[3])
-        learned.add_(parts)
-
-    # --- switches: they wrap what is above and the games ----------------------------------------------------------
-    policy_step, loss_step, gae_step = policy, loss_of, gae
-    acts = [partial(act, group) for group in range(envs.groups)]
-    receives = [partial(receive, group) for group in range(envs.groups)]
+    # --- switches: --compile and --cudagraph ----------------------------------------------------------------------
+    policy_step = policy
+    gae_step = gae
+    loss_step = minibatch_loss
+    gae_inputs = [rollout.reward, rollout.value, next_value, final_value]
+    gae_inputs += [rollout.terminated, rollout.truncated, rollout.ratio]
+    gae_inputs += [args.gamma, args.gae_lambda, args.rho_clip, args.c_clip]
+    # Where a segment is all that a rollout has of an agent and is drawn once, advantages of the start of an epoch do.
+    advantages_change = args.bptt_horizon < args.num_steps or args.prio_alpha > 0
     if args.compile:  # with tensors of the shapes and strides that the loop has, and none twice: else it compiles again
-        first = slice(group_size)
-        policy_step = try_compile(policy, args.compile_mode, obs[first], state[first], begins[first])
+        group = slice(group_size)
+        policy_step = try_compile(policy, args.compile_mode, obs[group], state[group], episode_start[group])
         bootstrap()
-        b.obs[:] = obs
-        ends = b.terminated, b.truncated, b.ratio
-        gae_step = try_compile(gae, args.compile_mode, b.reward, b.value, next_value, final_value, *ends, *gae_coefs)
-        columns = slice(None, None, args.grad_accumulation)
-        index = b.index(segments)
-        targets = [torch.zeros_like(index, dtype=torch.float32)[:, columns] for _ in range(3)]
-        example = *minibatch(index[:, columns], segments[columns]), *targets
-        loss_step = try_compile(loss_of, args.compile_mode, *example)
+        rollout.obs[:] = obs
+        gae_step = try_compile(gae, args.compile_mode, *gae_inputs)
+        part = slice(None, None, args.grad_accumulation)
+        index = rollout.index(segments)
+        targets = [torch.zeros_like(index, dtype=torch.float32)[:, part] for _ in range(3)]
+        example = [*rollout.minibatch(segments[part], index[:, part]), *targets]
+        loss_step = try_compile(minibatch_loss, args.compile_mode, *example)
         loss_step(*example)[0].backward()
         optimizer.zero_grad()
         if can_save_envs and envs.games.fixed_shapes:  # on a CPU the games do less than what fixed shapes ask for
-            games = {name: tensor.clone() for name, tensor in envs.games.state_dict().items()}
-            envs.step = try_compile(envs.step, args.compile_mode, torch.zeros(lanes, dtype=torch.int64, device=device))
-            envs.games.load_state_dict(games)  # as they were before that step
-    if graphs:
-        acts = [CUDAGraphStep(act_and_receive, generator, timer)]
-        receives = [lambda: None]
+            before = {name: tensor.clone() for name, tensor in envs.games.state_dict().items()}
+            no_action = torch.zeros(num_agents, dtype=torch.int64, device=device)
+            envs.step = try_compile(envs.step, args.compile_mode, no_action)
+            envs.games.load_state_dict(before)  # that was a trial
+    is_compiled = loss_step is not minibatch_loss
+    if use_graphs:
+        act_step_and_store = CUDAGraphStep(act_step_and_store, generator, timer)
         bootstrap = CUDAGraphStep(bootstrap, generator, timer)
         estimate_advantages = CUDAGraphStep(estimate_advantages, generator, timer)
         update = CUDAGraphStep(update, generator, timer, scaler)
@@ -1874,57 +1749,48 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         say("--cudagraph: needs CUDA, --vec-env device and one rank; the loop runs without graphs")
 
     # --- the loop -------------------------------------------------------------------------------------------------
+    first_step = logged_step = global_step
+    first_update = logged_updates = updates
+    scores = {}
     try:
-        now, stopped = pulse()
-        last = dict.fromkeys(("log", "eval", "checkpoint"), now)
+        run_seconds, stop = sync()
+        last_log = last_eval = last_checkpoint = run_seconds
         if is_main:
-            write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
+            write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
         timer.lap()
-        while progress() < 1 and not stopped:
-            # 1 act and step, 2 store: what a part of the games does meanwhile is received when its turn comes again
-            for step in range(num_steps + 1):
-                for group in range(envs.groups):
-                    if step > 0:
-                        receives[group]()
-                    if step < num_steps:
-                        acts[group]()
-            global_step += batch_size * RANKS
+        while progress() < 1 and not stop:
+            # 1 act and step, 2 store
+            collect_rollout()
+            global_step += args.num_steps * num_agents * RANKS
             bootstrap()
             timer.lap("act")
 
             # 3 learn
-            done = min(progress(), 1)
+            run_fraction = min(progress(), 1)
             if args.anneal_lr:
-                learning_rate.fill_(args.learning_rate * 0.5 * (1 + math.cos(math.pi * done)))
-            ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * done)
-            prio_beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * done)
-            for number in range(args.update_epochs * args.num_minibatches):
-                at = number % args.num_minibatches * mb_segments
-                if at == 0:
-                    order = torch.rand(num_segments, generator=generator, device=device).argsort()
-                segments.copy_(order[at : at + mb_segments])
-                if at == 0 or gae_each_update:
-                    estimate_advantages()
-                update()
-                updates += 1
-                if args.target_kl and approx_kl.item() > args.target_kl:  # sync: of this flag
-                    break
+                learning_rate.fill_(args.learning_rate * 0.5 * (1 + math.cos(math.pi * run_fraction)))
+            ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * run_fraction)
+            prio_beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * run_fraction)
+            learn()
             timer.lap("learn")
 
             # 4 log, evaluate, save: at the same time on all ranks
-            now, stopped = pulse()
-            if due("log"):
+            run_seconds, stop = sync()
+            if run_seconds >= last_log + args.log_every:
+                last_log = run_seconds
                 log()
-                logged_step, logged_update = global_step, updates
+                logged_step = global_step
+                logged_updates = updates
                 timer.lap("log")
-            if due("eval"):
+            if args.eval_every and run_seconds >= last_eval + args.eval_every:
                 if is_main:
                     with interrupts.at_once():
-                        scores = test(max(args.eval_episodes // 10, 1))
-                now, stopped = pulse()
-                last["eval"] = now  # what it took is no part of the next interval
+                        scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+                run_seconds, stop = sync()
+                last_eval = run_seconds  # what it took is no part of the next interval
                 timer.lap()
-            if due("checkpoint"):
+            if args.checkpoint_every and run_seconds >= last_checkpoint + args.checkpoint_every:
+                last_checkpoint = run_seconds
                 save()
                 timer.lap()
         if global_step > logged_step:
@@ -1933,44 +1799,48 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         save()
         raise
 
-    # --- the end: what must not be lost first ---------------------------------------------------------------------
-    wall_seconds, busy = elapsed(), sum(timer.total.values()) or math.inf
+    # --- the end: what must not be lost comes first ---------------------------------------------------------------
+    wall_seconds = elapsed()
     save()
     envs.close()
     if RANKS > 1:
         dist.destroy_process_group()
-    steps, learns = global_step - first_step, updates - first_update
+    busy_seconds = sum(timer.total.values()) or math.inf
+    new_steps = global_step - first_step
+    new_updates = updates - first_update
+    new_samples = new_updates * minibatch_size * RANKS
+    graphs = [act_step_and_store, bootstrap, estimate_advantages, update]
     summary = {
         "script": SCRIPT,
         "device": device_name,
         "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
-        "compiled": loss_step is not loss_of,
-        "cudagraph": graphs and all(part.graph for part in (*acts, bootstrap, estimate_advantages, update)),
+        "compiled": is_compiled,
+        "cudagraph": use_graphs and all(part.graph is not None for part in graphs),
         "sdpa": sdpa,
         "env_steps": global_step,
         "wall_seconds": wall_seconds,
-        "env_steps_per_second": steps / busy,
-        "updates_per_second": learns / busy,
-        "samples_per_second": learns * minibatch_size * RANKS / busy,
-        "replay_ratio": learns * minibatch_size * RANKS / max(steps, 1),
-        "rollout_fraction": 1 - timer.total["learn"] / busy,
-        "train_fraction": timer.total["learn"] / busy,
+        "env_steps_per_second": new_steps / busy_seconds,
+        "updates_per_second": new_updates / busy_seconds,
+        "samples_per_second": new_samples / busy_seconds,
+        "replay_ratio": new_samples / max(new_steps, 1),
+        "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
+        "train_fraction": timer.total["learn"] / busy_seconds,
         **scores,
     }
     if not is_main:
         return summary
     write_json(folder / "summary.json", summary)
     say("")
-    if not (stopped or interrupts):
+    if not (stop or interrupts):
         with interrupts.at_once():
-            summary |= test(args.eval_episodes)
+            summary |= evaluate_and_log(args.eval_episodes)
             write_json(folder / "summary.json", summary)
             say("  ".join(f"{name} {value:g}" for name, value in summary.items() if name.startswith("eval")))
             if args.video:
                 save_gif(agent, args, device, folder)
             say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
-    if stopped or interrupts:
+    if stop or interrupts:
         say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
     with suppress(OSError):  # on a full disk
         writer.close()
@@ -1981,16 +1851,16 @@ def parse_args(command_line: list[str] | None = None) -> Args:
     """The command line (None: that of this process), on top of --preset, or of the flags of --resume or --evaluate."""
     if command_line is None:
         command_line = sys.argv[1:]
-    first_look = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first_look.add_argument("--preset", nargs="?")
-    preset = first_look.parse_known_args(command_line)[0].preset
+    preset_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    preset_parser.add_argument("--preset", nargs="?")
+    preset = preset_parser.parse_known_args(command_line)[0].preset
     args = tyro.cli(Args, args=command_line, default=PRESETS.get(preset, Args()), description=__doc__)
     option = "resume" if args.resume is not None else "evaluate"
     name = getattr(args, option)
     if name is None:
         return args
-    path, saved = load_checkpoint(f"--{option}", name, args.run_dir)
-    saved_args = saved["args"]
+    path, checkpoint = load_checkpoint(f"--{option}", name, args.run_dir)
+    saved_args = checkpoint["args"]
     if args.total_timesteps is not None or args.max_seconds is not None:  # a new limit replaces the old ones
         saved_args["total_timesteps"] = None
         saved_args["max_seconds"] = None

@@ -11,7 +11,7 @@ import torch
 
 from envs.metta_actions import attack, move_and_use, paint_and_rotate, start_converting, thaw, tick
 from envs.metta_maps import MapMaker, SpareMaps
-from envs.metta_rules import DRAW_LENGTH, DRAW_ORDER, HEADER, ITEMS, STATS, TOKENS, Rules
+from envs.metta_rules import ACTIONS, DRAW_LENGTH, DRAW_ORDER, FEATURES, HEADER, ITEMS, STATS, TOKENS, VIEW, Rules
 from envs.metta_state import find_problem
 from envs.metta_tables import RuleTables
 from envs.metta_tokens import TokenTable
@@ -33,12 +33,17 @@ class MettaBatch:
     does.
     """
 
+    features = dict(enumerate(FEATURES))  # names of the numbers in tokens
+    view_shape = (2 * VIEW + 1, 2 * VIEW + 1)  # rows and columns that an agent sees
+    num_actions = len(ACTIONS)
+
     def __init__(self, num_games: int, device: torch.device | str = "cpu", seed: int = 0, **rules: Any) -> None:
         self.rules = Rules(**rules)
         if num_games < 1:
             raise ValueError(f"num_games {num_games}: must be at least 1")
         self.num_games = num_games
         self.num_agents = num_games * self.rules.num_agents
+        self.max_steps = self.rules.max_steps
         self.device = torch.device(device)
         self.fixed_shapes = self.device.type != "cpu"
         self.first_agent = self.rules.first_agent

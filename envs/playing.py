@@ -25,6 +25,18 @@ def play(env: gym.Env, policy: Callable[[np.ndarray], Any], seed: int) -> Iterat
         yield env.render()
 
 
+def play_parallel(env: Any, policy: Callable[[np.ndarray], list[int]], seed: int) -> Iterator[np.ndarray | str]:
+    """What `env.render()` returns before every step of a game of PettingZoo's parallel kind.
+
+    `policy` gets the observations of all agents, stacked, and returns their actions.
+    """
+    observations, _ = env.reset(seed=seed)
+    while env.agents:
+        yield env.render()
+        actions = policy(np.stack(list(observations.values())))
+        observations, *_ = env.step(dict(zip(env.agents, actions)))
+
+
 def write_gif(frames: Iterable[np.ndarray], path: Path, milliseconds: int = 80) -> None:
     """Raises OSError where `path` cannot be written. `milliseconds` is how long a frame is shown."""
 

@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 import numpy as np
+import torch
 
 try:
     from mettagrid.config.action_config import ActionsConfig, ChangeVibeActionConfig, MoveActionConfig, NoopActionConfig
@@ -201,3 +202,44 @@ class RealMettaGrid:
     def close(self) -> None:
         for simulation in self.simulations:
             simulation.close()
+
+
+class TorchMettaGrid:
+    """`RealMettaGrid` called as `MettaBatch` is, with tensors. A heart is a reward of 1 there.
+
+    Raises ValueError, its message one line, also for a config without a step limit.
+    """
+
+    cells = 0  # kept in tensors for each game: none
+    fixed_shapes = False
+
+    def __init__(self, num_games: int, config: str | None, seed: int, random_first_length: bool) -> None:
+        self.games = RealMettaGrid(num_games, config, seed, random_first_length)
+        self.num_agents = self.games.num_agents
+        self.num_actions = self.games.num_actions
+        self.view_shape = self.games.window
+        self.features = {number: name for number, (name, _) in self.games.features.items()}
+        self.max_steps = self.games.max_steps
+        if self.max_steps is None:
+            raise ValueError("has no step limit, so evaluations would not end; one with game.max_steps works")
+        self.obs = torch.from_numpy(self.games.obs)
+        self.length = torch.zeros(self.num_agents)
+        self.finished = torch.zeros(4)  # agent-episodes, and sums of their hearts, length and return
+
+    def reset(self) -> torch.Tensor:
+        self.games.reset()
+        self.length.zero_()
+        return self.obs
+
+    def step(self, action: torch.Tensor):
+        _, *results, info = self.games.step(action.numpy())
+        reward, terminated, truncated = [torch.from_numpy(result) for result in results]
+        episodic_return = torch.from_numpy(info["return"])
+        final_obs = torch.from_numpy(info["final_obs"])
+        done = terminated | truncated
+        self.length += 1
+        sums = [done, episodic_return * done, self.length * done, episodic_return * done]
+        self.finished += torch.stack(sums).sum(1)
+        self.length *= ~done
+        info = {"final_obs": final_obs, "return": episodic_return, "hearts": episodic_return}
+        return self.obs, reward, terminated, truncated, info

@@ -1208,7 +1208,7 @@ def test_sb3_in_the_arena_has_our_loss_of_our_network() -> None:
     args = benchmark.metta_args(flags, "cpu")
     games = benchmark.sb3_lanes(args, False, CPU)
     model = benchmark.sb3_arena_agent(flags, games, 1, "cpu")
-    ours, theirs = benchmark.metta_network(args, ppo_metta.Games(args, 1, CPU, 1), CPU), model.policy
+    ours, theirs = benchmark.metta_network(args, ppo_metta.make_games(args, 1, CPU, 1), CPU), model.policy
     start = [float(head.weight.detach().norm()) for head in (ours.heads, theirs.action_net, theirs.value_net)]
     assert start[0] == pytest.approx((start[1] ** 2 + start[2] ** 2) ** 0.5)
     start = [float(of.hidden.weight.detach().std()) for of in (ours.encoder, theirs.features_extractor.encoder)]

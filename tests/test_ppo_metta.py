@@ -1,6 +1,7 @@
 """The Metta trainer: its maths, its switches, what it leaves behind, and what it refuses."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -24,18 +25,17 @@ from torch.utils.tensorboard import SummaryWriter
 
 import ppo_metta
 from envs.metta_batch import MettaBatch
-from envs.metta_rules import FEATURES
+from envs.vector_envs import LocalEnvs, SubprocEnvs, worker_main
 from ppo_metta import (
     PRESETS,
     Agent,
     Args,
-    Games,
     Rollout,
-    Tokens,
     check_sizes,
     fill_defaults,
     gae,
     main,
+    make_games,
     ppo_loss,
     sample,
 )
@@ -102,7 +102,7 @@ def tokens(games: int = 4, steps: int = 20) -> torch.Tensor:
 def agent_of(**flags) -> Agent:
     args = fill_defaults(Args(**(QUICK | flags)), CPU)
     torch.manual_seed(0)
-    return Agent(args, Games(args, 1, CPU, 0), CPU)
+    return Agent(args, make_games(args, 1, CPU, 0), CPU)
 
 
 # ------------------------------------------------------------------------------------------------ maths
@@ -171,36 +171,15 @@ def test_sampled_actions_follow_the_logits() -> None:
 
 def test_segments_index_every_step_of_every_lane_once() -> None:
     args = fill_defaults(Args(**(QUICK | dict(num_steps=32))), CPU)
-    b = Rollout(args, torch.zeros(5, 200, 3, dtype=torch.uint8), 4, CPU)
+    rollout = Rollout(args, torch.zeros(5, 200, 3, dtype=torch.uint8), 4, CPU)
     lane, time = torch.arange(5).expand(32, 5), torch.arange(32)[:, None].expand(32, 5)
-    index = b.index(torch.arange(4 * 5))
+    index = rollout.index(torch.arange(4 * 5))
     assert sorted(index.flatten().tolist()) == list(range(160))
     assert (lane.flatten()[index] == torch.arange(20) % 5).all()
     assert (time.flatten()[index] == torch.arange(20) // 5 * 8 + torch.arange(8)[:, None]).all()
 
 
 # ------------------------------------------------------------------------------------------------ networks
-
-
-def test_tokens_against_a_loop() -> None:
-    see, obs = Tokens(dict(enumerate(FEATURES)), (11, 11), CPU), tokens()[:3]
-    obs[0, 5, 0], obs[0, 5, 2] = 254, 7  # a token of no place, as the real game has them
-    channel, cell, weight = see(see.face(obs))
-    for i in np.ndindex(3, 200):
-        place, feature, value = obs[i].tolist()
-        if place == 255:
-            assert weight[i] == 0
-            continue
-        kind = FEATURES[feature] in ("type", "orientation", "last_action")
-        before = sum(16 if FEATURES[f] in Tokens.KINDS else 1 for f in range(feature))
-        heading = obs[i[0], (obs[i[0], :, 0] == 0x55) & (obs[i[0], :, 1] == FEATURES.index("orientation")), 2].item()
-        where = 121 if place == 254 else (place >> 4) * 11 + (place & 15)
-        assert cell[i] == (122 if place == (0x45, 0x65, 0x54, 0x56)[heading] else where)
-        if FEATURES[feature] in Tokens.KINDS:
-            assert channel[i] == before + value % 16 and weight[i] == 1
-        else:
-            assert not kind
-            assert channel[i] == before and weight[i].item() == pytest.approx(math.log2(1 + value) / 2)
 
 
 def test_a_bag_of_tokens_is_a_linear_layer_on_the_box() -> None:
@@ -276,7 +255,7 @@ def test_steps_of_the_memory_are_those_of_the_layer(rnn: str) -> None:
     found = []
     for fixed_shapes in (False, True):
         agent.fixed_shapes = fixed_shapes
-        hidden, after = agent.remember(x, state, reset)
+        hidden, after = agent.recurrent(x, state, reset)
         loss = (hidden * weight).sum() + after.square().sum()
         found.append([hidden, after, *torch.autograd.grad(loss, [x, state, *agent.rnn.parameters()])])
     for layers, steps in zip(*found):
@@ -301,11 +280,11 @@ class Operations(TorchDispatchMode):
 def test_half_precision_of_the_memory_is_that_of_autocast_and_of_matmuls_only(rnn: str) -> None:
     """cuDNN's layers compute in float16 under autocast in bfloat16 too, unscaled: small gradients become 0."""
     args = fill_defaults(Args(**QUICK | {"rnn": rnn}), CPU)
-    assert Agent(args, Games(args, 1, CPU, 0), torch.device("meta")).fixed_shapes  # so it is on CUDA
+    assert Agent(args, make_games(args, 1, CPU, 0), torch.device("meta")).fixed_shapes  # so it is on CUDA
     agent, reset = agent_of(rnn=rnn), torch.zeros(6, 5, dtype=torch.bool)
     agent.fixed_shapes = True
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Operations() as operations:
-        hidden, state = agent.remember(torch.randn(6, 5, 16), torch.randn(5, agent.state_size), reset)
+        hidden, state = agent.recurrent(torch.randn(6, 5, 16), torch.randn(5, agent.state_size), reset)
         hidden.sum().backward()
     names = {name for name, _ in operations.found}
     assert not [name for name in names if "rnn" in name or "lstm" in name or "gru" in name]
@@ -349,18 +328,18 @@ def test_a_rollout_against_a_loop_with_one_lane_at_a_time_in_mind(run, recorded,
     _, folder = run(rnn=rnn, **LONG)
     agent = agent_of(rnn=rnn)
     agent.load_state_dict(load(folder)["agent"])
-    b, asked = recorded["rollout"], recorded["gae"]
+    rollout, asked = recorded["rollout"], recorded["gae"]
     envs = MettaBatch(4, seed=1, easy=True, rewards="shaped", max_steps=100)
     obs, state, never = envs.reset().clone(), torch.zeros(24, agent.state_size), torch.zeros(1, 24, dtype=torch.bool)
     cut = 0
     with torch.no_grad():
         for t in range(96):
             logits, value, state = agent(obs[None], state, never)
-            logprob = logits[0].log_softmax(1).gather(1, b.action[t, :, None])[:, 0]
-            torch.testing.assert_close(b.logprob[t], logprob)
+            logprob = logits[0].log_softmax(1).gather(1, rollout.action[t, :, None])[:, 0]
+            torch.testing.assert_close(rollout.logprob[t], logprob)
             torch.testing.assert_close(asked["value"][t], value[0])
-            assert torch.equal(b.obs[t], obs)
-            obs, reward, terminated, truncated, info = envs.step(b.action[t])
+            assert torch.equal(rollout.obs[t], obs)
+            obs, reward, terminated, truncated, info = envs.step(rollout.action[t])
             final_value = agent(info["final_obs"][None], state, never)[1][0]
             assert torch.equal(asked["reward"][t], 2 * reward) and torch.equal(asked["truncated"][t], truncated)
             cut += int(truncated.sum())
@@ -500,7 +479,7 @@ def test_a_whole_rollout_is_learned_from_as_independent_code_does(run, recorded,
     trained = load(folder)["agent"]
     assert len(segments_of) == 8 and load(folder)["global_step"] == 384
 
-    b, asked = recorded["rollout"], {name: part.numpy().copy() for name, part in recorded["gae"].items()}
+    rollout, asked = recorded["rollout"], {name: part.numpy().copy() for name, part in recorded["gae"].items()}
     agent = agents[0]
     agent.load_state_dict(firsts[0])
     weights = list(agent.parameters())
@@ -520,10 +499,10 @@ def test_a_whole_rollout_is_learned_from_as_independent_code_does(run, recorded,
         returns = adv + old_value
         adv = (adv - adv.mean()) / (((adv - adv.mean()) ** 2).mean().sqrt() + 1e-8)
         adv = adv * (48 * share[segments]) ** -beta
-        state = b.state[segments // 24, segments % 24]
-        logits, value, _ = agent(b.obs[at], state, b.reset[at])
+        state = rollout.state[segments // 24, segments % 24]
+        logits, value, _ = agent(rollout.obs[at], state, rollout.episode_start[at])
         policy = torch.distributions.Categorical(logits=logits)
-        ratio = (policy.log_prob(b.action[at]) - b.logprob[at]).exp()
+        ratio = (policy.log_prob(rollout.action[at]) - rollout.logprob[at]).exp()
         pg_loss = -torch.min(ratio * adv, ratio.clip(0.9, 1.1) * adv).mean()
         near = old_value + (value - old_value).clip(-0.2, 0.2)
         v_loss = 0.5 * torch.max((value - returns) ** 2, (near - returns) ** 2).mean()
@@ -605,10 +584,9 @@ class StagedGames:
 def test_evaluation_counts_the_first_whole_episode_of_every_agent(monkeypatch) -> None:
     played, memories = [], []
 
-    class Games(StagedGames):
-        def __init__(self, *given, **more) -> None:
-            super().__init__(*given, **more)
-            played.append(self)
+    def make_games(*given, **more) -> StagedGames:
+        played.append(StagedGames(*given, **more))
+        return played[-1]
 
     def agent(obs, state, reset):
         assert not reset.any() and (obs == played[-1].clock).all()
@@ -616,7 +594,7 @@ def test_evaluation_counts_the_first_whole_episode_of_every_agent(monkeypatch) -
         return torch.tensor([0.0, 1.0]).expand(1, 4, 2), torch.zeros(1, 4), state + 1
 
     agent.state_size = 1
-    monkeypatch.setattr(ppo_metta, "Games", Games)
+    monkeypatch.setattr(ppo_metta, "make_games", make_games)
     scores = ppo_metta.evaluate(agent, Args(), 4, CPU)
     hearts = [10 * length + n for n, length in enumerate(StagedGames.first_lengths)]
     assert scores["eval_score_mean"] == np.mean(hearts) and scores["eval_score_max"] == max(hearts)
@@ -628,7 +606,7 @@ def test_evaluation_counts_the_first_whole_episode_of_every_agent(monkeypatch) -
 
 def test_whole_episodes_are_evaluated_and_half_ones_are_trained_on() -> None:
     args = fill_defaults(Args(**QUICK), CPU)
-    limits = [Games(args, 8, CPU, 0, evaluation=evaluation).games.limit for evaluation in (False, True)]
+    limits = [make_games(args, 8, CPU, 0, evaluation=evaluation).limit for evaluation in (False, True)]
     assert limits[0].min() < 100 and (limits[1] == 100).all()
 
 
@@ -699,11 +677,11 @@ def replaced(name: str, value, *where: str):
 SPOILED = {
     "an optimizer of other shapes": lambda saved: resized("exp_avg", 0)(saved["optimizer"]),
     "an optimizer without a moment": lambda saved: saved["optimizer"][2].pop("exp_avg_sq"),
-    "games of another number": resized("clock", "games"),
-    "games without a part": lambda saved: saved["games"].pop("grid"),
+    "games of another number": resized("clock", "envs"),
+    "games without a part": lambda saved: saved["envs"].pop("grid"),
     "other lanes": resized("obs"),
     "other lanes that remember": resized("state"),
-    "begins that are numbers": lambda saved: saved.update(begins=saved["begins"].float()),
+    "episode starts that are numbers": lambda saved: saved.update(episode_start=saved["episode_start"].float()),
     "weights that are not finite": lambda saved: saved["agent"]["heads.bias"].fill_(math.nan),
     "weights of another kind": lambda saved: saved["agent"].update({"heads.bias": saved["agent"]["heads.bias"].half()}),
     "a sparse weight": lambda saved: saved["agent"].update({"heads.bias": saved["agent"]["heads.bias"].to_sparse()}),
@@ -826,14 +804,14 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path) -> None:
 def test_every_group_of_every_worker_plays_games_of_its_own(monkeypatch) -> None:
     monkeypatch.delitem(ppo_metta.VARIANTS["MettaArena-v0"], "max_steps")
     args = fill_defaults(Args(**QUICK | dict(vec_env="subproc")), CPU)
-    workers = ppo_metta.Workers(args, Games(args, 1, CPU, 0), CPU, starts=0)
+    envs = ppo_metta.make_envs(args, CPU, starts=0, obs_shape=(6, 200, 3))
     try:
-        parts = workers.obs.unflatten(0, (4, 6))
+        parts = envs.obs.unflatten(0, (4, 6))
         assert (parts[:, :, :, 0] < 255).any(2).all()
         assert not any(torch.equal(parts[i], parts[j]) for i in range(4) for j in range(i))
     finally:
-        workers.close()
-    assert not any(process.is_alive() for process in workers.processes)
+        envs.close()
+    assert not any(process.is_alive() for process in envs.processes)
 
 
 def test_no_two_streams_have_one_seed(monkeypatch) -> None:
@@ -860,8 +838,9 @@ def test_a_worker_that_fails_says_why_in_one_line(run, monkeypatch, capsys) -> N
     pipe, child_pipe = torch.multiprocessing.Pipe()
     args = fill_defaults(Args(**QUICK), CPU)
     with ppo_metta.restore_process():
-        ppo_metta.work(args, 0, [1], child_pipe, [torch.zeros(1)] * 7)  # no games: that raises
-    lost = object.__new__(ppo_metta.Workers)
+        no_games = functools.partial(make_games, args, 0, CPU)  # that raises
+        worker_main(no_games, [1], child_pipe, [torch.zeros(1)] * 7)
+    lost = object.__new__(SubprocEnvs)
     lost.pipes, lost.processes = [pipe], [types.SimpleNamespace(pid=1)]
     monkeypatch.setattr(ppo_metta, "make_envs", lambda *_: lost.wait(1))
     with pytest.raises(SystemExit) as error:
@@ -875,7 +854,7 @@ def test_a_worker_that_fails_says_why_in_one_line(run, monkeypatch, capsys) -> N
 
 
 ONE_ROLLOUT = """
-import sys, types, torch, ppo_metta
+import sys, torch, ppo_metta
 from ppo_metta import RANK, RANKS, Args, main
 torch.manual_seed(0)
 steps, lanes = 16, 8
@@ -883,17 +862,17 @@ obs = torch.randint(0, 25, (steps + 1, lanes, 200, 3), dtype=torch.uint8)
 reward, truncated = torch.randn(steps, lanes), torch.arange(steps)[:, None] == torch.randint(30, (lanes,))
 action = torch.randint(25, (steps, lanes))
 mine = slice(RANK * lanes // RANKS, (RANK + 1) * lanes // RANKS)
-class Recorded(ppo_metta.Games):
-    def __init__(self, args, *more, **others):
-        super().__init__(args, 1, torch.device("cpu"), 0)
+class Recorded(ppo_metta.LocalEnvs):
+    def __init__(self, args, device, *more):
+        super().__init__(ppo_metta.make_games(args, 1, device, 0))
         self.obs, self.step_number = obs[0, mine].clone(), 0
     def send(self, group, action):
         t, self.step_number = self.step_number, self.step_number + 1
         cut = truncated[t, mine]
-        self.result = obs[t + 1, mine], reward[t, mine], torch.zeros_like(cut), cut, obs[t, mine]
+        self.results = obs[t + 1, mine], reward[t, mine], torch.zeros_like(cut), cut, obs[t, mine]
 drawn = iter(range(steps))
 ppo_metta.sample = lambda logits, generator: action[next(drawn), mine]
-ppo_metta.Games = Recorded
+ppo_metta.make_envs = Recorded
 ppo_metta.evaluate = lambda *given: {}
 flags = dict(num_steps=steps, num_minibatches=1, bptt_horizon=8, update_epochs=50, total_timesteps=steps * lanes,
              num_envs=1, hidden_size=16, video=False, threads=1, run_dir=sys.argv[1], run_name=sys.argv[2],
@@ -1109,8 +1088,8 @@ def test_games_of_fixed_shapes_are_compiled_and_begin_as_they_were(run, monkeypa
     monkeypatch.setattr(MettaBatch, "__init__", fixed)
     monkeypatch.setattr(ppo_metta, "try_compile", keep)
     other = checkpoint(run(compile=True)[1])
-    assert compiled == ["policy", "gae", "loss_of", *(["step"] if fixed_shapes else [])]
-    assert all(torch.equal(value, other[name]) for name, value in plain.items() if name.startswith(("agent", "games")))
+    assert compiled == ["policy", "gae", "minibatch_loss", *(["step"] if fixed_shapes else [])]
+    assert all(torch.equal(value, other[name]) for name, value in plain.items() if name.startswith(("agent", "envs")))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
@@ -1151,7 +1130,8 @@ def test_sdpa_says_which_kernel_runs(run, capsys) -> None:
     assert run(network="token-attention", sdpa="math")[0]["sdpa"] == "math"
     assert "attention runs in math" in capsys.readouterr().out
     run(network="token-attention", sdpa="cudnn", run_name="other", device="cpu")
-    assert "--sdpa cudnn: does not run here; attention runs in math" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--sdpa cudnn: does not run here" in said and "attention runs in math" in said
 
 
 def heads(summary: dict, folder: Path) -> list[float]:
@@ -1168,10 +1148,10 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "run_name": ("other", lambda s, f: f.name),
     "env_id": ("MettaNavigation-v0", lambda s, f: checkpoint(f)["obs"].shape),
     "instances": (2, lambda s, f: checkpoint(f)["obs"].shape),
-    "size": (30, lambda s, f: checkpoint(f)["games.grid"].shape),
+    "size": (30, lambda s, f: checkpoint(f)["envs.grid"].shape),
     "agents": (12, lambda s, f: checkpoint(f)["obs"].shape),
     "num_envs": (8, lambda s, f: checkpoint(f)["obs"].shape),
-    "network": ("box-cnn", lambda s, f: "agent.encoder.convs.0.weight" in checkpoint(f)),
+    "network": ("box-cnn", lambda s, f: "agent.encoder.conv1.weight" in checkpoint(f)),
     "rnn": ("gru", lambda s, f: checkpoint(f)["agent.rnn.weight_ih_l0"].shape),
     "hidden_size": (24, lambda s, f: checkpoint(f)["agent.heads.weight"].shape),
     "learning_rate": (1e-2, heads),
@@ -1302,7 +1282,7 @@ def test_a_gpu_gets_thousands_of_games(game, agents, games, parts) -> None:
 
 def test_rules_reach_the_games() -> None:
     args = fill_defaults(Args(**(QUICK | dict(easy=False, rewards="hearts"))), CPU)
-    easy, hard = (Games(args, 1, CPU, 0).games.rules for args in (fill_defaults(Args(device="cpu"), CPU), args))
+    easy, hard = (make_games(args, 1, CPU, 0).rules for args in (fill_defaults(Args(device="cpu"), CPU), args))
     assert (easy.easy, easy.rewards, hard.easy, hard.rewards) == (True, "shaped", False, "hearts")
 
 
@@ -1328,7 +1308,8 @@ def test_the_real_mettagrid_learns_in_workers_and_here(run, capsys) -> None:
 @pytest.mark.games
 @REAL
 def test_episodes_of_the_real_mettagrid_are_counted_once() -> None:
-    games = Games(fill_defaults(Args(**QUICK | {"env_id": "mettagrid"}), CPU), 2, CPU, 0)
+    games = make_games(fill_defaults(Args(**QUICK | {"env_id": "mettagrid"}), CPU), 2, CPU, 0)
+    envs = LocalEnvs(games)
     returns, length, expected = torch.zeros(16), torch.zeros(16), torch.zeros(4)
     torch.manual_seed(0)
     for _ in range(600):
@@ -1338,8 +1319,8 @@ def test_episodes_of_the_real_mettagrid_are_counted_once() -> None:
             assert info["hearts"][lane] == returns[lane]
             expected += torch.tensor([1, returns[lane], length[lane], returns[lane]])
             returns[lane] = length[lane] = 0
-    assert torch.equal(games.read_finished(), expected) and expected[0] > 16 and expected[1] > 0
-    assert not games.read_finished().any()
+    assert torch.equal(envs.read_finished(), expected) and expected[0] > 16 and expected[1] > 0
+    assert not envs.read_finished().any()
 
 
 @pytest.mark.games
@@ -1707,12 +1688,12 @@ def test_graphs_learn_what_eager_learns(run, monkeypatch, flags) -> None:
 def test_small_gradients_pass_the_memory_in_bf16(rnn) -> None:
     """In float16 nearly all of these would be 0."""
     args = fill_defaults(Args(**QUICK | {"rnn": rnn, "device": "cuda"}), torch.device("cuda"))
-    agent = Agent(args, Games(args, 1, CPU, 0), torch.device("cuda"))
+    agent = Agent(args, make_games(args, 1, CPU, 0), torch.device("cuda"))
     x, reset = torch.randn(8, 64, 16, device="cuda", requires_grad=True), torch.zeros(8, 64, dtype=bool, device="cuda")
     grads = []
     for enabled in (False, True):
         with torch.autocast("cuda", torch.bfloat16, enabled=enabled, cache_enabled=False):
-            hidden, state = agent.remember(x, torch.zeros(64, agent.state_size, device="cuda"), reset)
+            hidden, state = agent.recurrent(x, torch.zeros(64, agent.state_size, device="cuda"), reset)
         assert hidden.dtype == state.dtype == torch.float32
         grads.append(torch.autograd.grad(1e-9 * hidden.sum(), x)[0])
     assert (grads[1] - grads[0]).norm() < 0.05 * grads[0].norm()

@@ -20,8 +20,10 @@ import envs.metta_batch
 import envs.metta_maps
 import envs.metta_tables
 import envs.metta_tokens
+import envs.metta_view
 import envs.snake_batch
 import envs.snake_view
+import envs.vector_envs
 import ppo_metta
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +74,7 @@ COMBINATIONS = {
 }  # fmt: skip
 EVERY_ONE = [(script, flags) for script, every in COMBINATIONS.items() for flags in every]
 GAMES = [envs.snake_batch, envs.snake_view, envs.metta_batch, envs.metta_actions, envs.metta_maps]
-GAMES += [envs.metta_tables, envs.metta_tokens]
+GAMES += [envs.metta_tables, envs.metta_tokens, envs.metta_view, envs.vector_envs]
 TIMES = "args elapsed collected"  # parts of a checkpoint that tell of the run's name and of the clock
 
 
@@ -172,8 +174,8 @@ BROKEN = {  # script, what stands there, what is put in its place, and why that 
     ),
     "entropy bonus as a float": (
         ppo_metta,
-        "ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * done)",
-        "ent_coef = np.float64(args.ent_coef + (args.end_ent_coef - args.ent_coef) * done)",
+        "ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * run_fraction)",
+        "ent_coef = np.float64(args.ent_coef + (args.end_ent_coef - args.ent_coef) * run_fraction)",
         None,
     ),
     "buffer bound anew": (
@@ -201,7 +203,7 @@ BROKEN = {  # script, what stands there, what is put in its place, and why that 
         "grad *= 1 if norm < args.max_grad_norm else (args.max_grad_norm",
         "_local_scalar_dense",
     ),
-    "number to the host": (ppo_metta, "approx_kl.copy_(parts[3])", "approx_kl.fill_(parts.tolist()[3])", "tolist"),
+    "number to the host": (ppo_metta, "approx_kl.copy_(losses[3])", "approx_kl.fill_(losses.tolist()[3])", "tolist"),
     "optimizer": (dqn_mario_async, "capturable=graphs", "capturable=False", "AdamW is not capturable"),
     "generator": (
         dqn_snake,
