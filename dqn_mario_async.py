@@ -45,7 +45,7 @@ from torch.utils.tensorboard import SummaryWriter
 from envs.mario import TRAIN_LEVELS, UNSEEN_LEVELS
 from envs.mario_batch import MarioBatch, MarioEnv
 from envs.playing import play, show_in_terminal, write_gif
-from envs.ring import Broadcast, Collectors, Fields, Publisher, Ring
+from envs.ring import Broadcast, Collectors, Fields, Publisher, Ring, to_device
 from envs.smb import SuperMarioBrosBatch, SuperMarioBrosEnv
 
 SCRIPT = Path(__file__).stem
@@ -395,9 +395,9 @@ class Actor:
     def convolution(self, x: np.ndarray, name: str, width: int, stride: int) -> np.ndarray:
         """ReLU of a convolution over x (rows, columns, channels)."""
         side = (len(x) - width) // stride + 1
-        row, column, channel = x.strides
+        row, column = x.strides[:2]
         shape = (side, side, width, width * x.shape[2])
-        strides = (stride * row, stride * column, row, channel)
+        strides = (stride * row, stride * column, row, x.itemsize)
         windows = np.ndarray(shape, x.dtype, x, strides=strides).reshape(side * side, -1)
         x = windows.astype(np.float32, copy=False) @ self.kernels[name] + self.weights[f"{name}.bias"]
         return np.maximum(x, 0, out=x).reshape(side, side, -1)
@@ -480,7 +480,10 @@ def block_fields(args: Args) -> Fields:
 
 
 class Collector:
-    """Plays the games of collector `number` with its own copy of the weights. `start` counts the starts of them all."""
+    """Plays the games of collector `number` with its own copy of the weights.
+
+    `start` is its number among all that this run ever started, so that no two of them play the same games.
+    """
 
     def __init__(self, args: Args, number: int, start: int, ring: Ring, broadcast: Broadcast) -> None:
         self.args = args
@@ -575,27 +578,6 @@ def collector_main(args: Args, number: int, start: int, ring: Ring, broadcast: B
 # ------------------------------------------------------------------------------------------------------- replay
 
 
-def to_device(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of the CPU on `device`: one copy for all of them, which nobody waits for. For a CPU they stay.
-
-    They are packed into pinned memory, which PyTorch gives to nobody else before it has been copied.
-    """
-    if device.type == "cpu":
-        return tensors
-    sizes = [math.ceil(tensor.nbytes / 16) * 16 for tensor in tensors.values()]  # each begins where any dtype may
-
-    def unpack(packed: torch.Tensor) -> dict[str, torch.Tensor]:
-        unpacked = {}
-        for (name, tensor), part in zip(tensors.items(), packed.split(sizes)):
-            unpacked[name] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return unpacked
-
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    for name, part in unpack(packed).items():
-        part.copy_(tensors[name])
-    return unpack(packed.to(device, non_blocking=True))
-
-
 class ReplayBuffer:
     """The last `buffer_size` frames of all games, each stored once, sampled by priority, with n-step returns.
 
@@ -666,7 +648,7 @@ class ReplayBuffer:
         end = block["end"].numpy()
         num_blocks, num_games = end.shape
         done = end != RUNNING
-        is_first = block["length"].numpy() == 1
+        is_first_step = block["length"].numpy() == 1
         finals_before = done.cumsum(0) - done  # a finished game took one slot more
         game = first_game + np.broadcast_to(np.arange(num_games), end.shape)
         position = self.position[game] + np.arange(num_blocks)[:, None] + finals_before
@@ -681,8 +663,8 @@ class ReplayBuffer:
             "slot": self.slot(slot_games, slot_positions),
             "incomplete_slot": self.slot(slot_games, slot_positions + self.stack - 1),  # older frames are overwritten
             "complete_slot": self.slot(slot_games, slot_positions - self.n_step),  # the n-step successor is there
-            "last_slot": self.slot(game[is_first], position[is_first] - 1),
-            "second_last_slot": self.slot(game[is_first], position[is_first] - 2),
+            "last_slot": self.slot(game[is_first_step], position[is_first_step] - 1),
+            "second_last_slot": self.slot(game[is_first_step], position[is_first_step] - 2),
         }
         data = to_device(data, self.device)  # from here on nothing comes from the CPU: each copy would wait for the GPU
         step_slot, final_slot = data["slot"].split([end.size, int(done.sum())])
@@ -1467,22 +1449,26 @@ def main(args: Args) -> dict:
             if blocks == 0:
                 continue
             replay.add(number * games, block)
-            done = block["end"] != RUNNING
-            wait_seconds, act_seconds, env_seconds = block["seconds"].sum(0).tolist()
-            stats["blocks"] += blocks
-            stats["wait_seconds"] += wait_seconds
-            stats["act_seconds"] += act_seconds
-            stats["env_seconds"] += env_seconds
-            stats["epsilon"] += block["epsilon"].sum().item()
-            stats["games"] += done.sum().item()
-            stats.update(dict(zip(STATISTICS, block["statistics"][done].sum(0).tolist())))
-            stats["reads"] += 1
+            count_block(block)
             stats["ring_fill"] += blocks / ring.num_blocks
-            stats["weight_age"] += updates - block["updates"][-1].item()
             ring.release(blocks)
             steps_stored[number] += blocks * games
             new_steps += blocks * games
         return new_steps
+
+    def count_block(block: dict[str, torch.Tensor]) -> None:
+        done = block["end"] != RUNNING
+        wait_seconds, act_seconds, env_seconds = block["seconds"].sum(0).tolist()
+        stats["reads"] += 1
+        stats["blocks"] += len(done)
+        stats["wait_seconds"] += wait_seconds
+        stats["act_seconds"] += act_seconds
+        stats["env_seconds"] += env_seconds
+        stats["epsilon"] += block["epsilon"].sum().item()
+        stats["weight_age"] += updates - block["updates"][-1].item()
+        stats["games"] += done.sum().item()
+        for name, values in zip(STATISTICS, block["statistics"][done].T):
+            stats[name] += values.sum().item()
 
     def autocast() -> torch.autocast:
         # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
@@ -1661,7 +1647,7 @@ def main(args: Args) -> dict:
             global_step += new_steps
             if replay.position.sum() >= args.learning_starts:
                 samples_due += args.replay_ratio * new_steps
-                samples_due = min(samples_due, 100.0 * samples_per_update)  # a learner that falls behind skips the rest
+                samples_due = min(samples_due, 100.0 * samples_per_update)  # a learner that falls behind drops the rest
             timer.lap("store")
 
             # 3 learn

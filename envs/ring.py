@@ -102,6 +102,27 @@ class Ring:
             self.tail.numpy()[0] += count
 
 
+def to_device(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Tensors of the CPU on `device`: one copy for all of them, which nobody waits for. For a CPU they stay.
+
+    They are packed into pinned memory, which PyTorch gives to nobody else before it has been copied.
+    """
+    if device.type == "cpu":
+        return tensors
+    sizes = [math.ceil(tensor.nbytes / 16) * 16 for tensor in tensors.values()]  # each begins where any dtype may
+
+    def unpack(packed: torch.Tensor) -> dict[str, torch.Tensor]:
+        unpacked = {}
+        for (name, tensor), part in zip(tensors.items(), packed.split(sizes)):
+            unpacked[name] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return unpacked
+
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for name, part in unpack(packed).items():
+        part.copy_(tensors[name])
+    return unpack(packed.to(device, non_blocking=True))
+
+
 class Broadcast:
     """What the learner tells all others: weights in two slots, how far the run is, and when to stop.
 

@@ -16,6 +16,7 @@ import dqn_mario_async
 import dqn_snake
 import dqn_snake_sb3_compat
 import envs.metta
+import envs.ring
 import envs.snake_batch
 import envs.snake_view
 import ppo_metta
@@ -98,7 +99,7 @@ def train(monkeypatch, script: ModuleType, folder: Path, **flags: Any) -> tuple[
 
     with monkeypatch.context() as patch:
         patch.setattr(script, "write_scalars", write_scalars)
-        cuda = install(patch, script, envs.snake_batch, envs.snake_view, envs.metta)
+        cuda = install(patch, script, envs.snake_batch, envs.snake_view, envs.metta, envs.ring)
         summary = script.main(script.Args(**flags))
     saved = torch.load(folder / flags["run_name"] / "checkpoint.pt", weights_only=True)
     state = leaves("", {name: part for name, part in saved.items() if name not in TIMES.split()})
@@ -196,7 +197,7 @@ BROKEN = {  # script, what stands there, what is put in its place, and why that 
         "_local_scalar_dense",
     ),
     "number to the host": (ppo_metta, "approx_kl.copy_(parts[3])", "approx_kl.fill_(parts.tolist()[3])", "tolist"),
-    "optimizer": (dqn_mario_async, "capturable=graphs", "capturable=False", "AdamW is not capturable"),
+    "optimizer": (dqn_mario_async, "capturable=use_graphs", "capturable=False", "AdamW is not capturable"),
     "generator": (
         dqn_snake,
         "replay.sample(args.batch_size, generator)",
