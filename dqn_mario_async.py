@@ -1405,12 +1405,13 @@ def main(args: Args) -> dict:
         say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
     if args.num_collectors > CORES:
         say(f"--num-collectors {args.num_collectors}: there are {CORES} cores, so they and the learner take turns")
-    players = f"{args.num_collectors} collectors" if args.num_collectors else "one process, in turn with learning"
+    players = f"{args.num_collectors} collectors with {games} games each"
+    if args.num_collectors == 0:
+        players = f"{games} games, in turn with learning"
     steps_per_update = samples_per_update / args.replay_ratio
     say(
-        f"{games} games in each of {players}; every {steps_per_update:g} steps or later (replay ratio "
-        f"{args.replay_ratio:g} or less) an update on {samples_per_update} of the last "
-        f"{replay.num_games * replay.capacity:,} frames"
+        f"{players}; every {steps_per_update:g} steps or later (replay ratio {args.replay_ratio:g} or less) an update "
+        f"on {samples_per_update} of the last {replay.num_games * replay.capacity:,} frames"
     )
 
     # --- what the loop does, in its order -------------------------------------------------------------------------
@@ -1628,12 +1629,11 @@ def main(args: Args) -> dict:
     try:
         with untimed():
             collectors.start()
-            while not collectors.all_play() and not interrupts:
+            while not collectors.all_running() and not interrupts:
                 time.sleep(0.01)
                 restart_dead()
+            write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
         last_log = last_eval = last_checkpoint = elapsed()
-        write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
-        timer.lap()
         while progress() < 1 and not interrupts:
             # 1 act and step: the collectors do it meanwhile; without any, it is done here
             broadcast.progress.fill_(progress())

@@ -246,7 +246,8 @@ class Collectors:
             process.start()
         return process
 
-    def all_play(self) -> bool:
+    def all_running(self) -> bool:
+        """Whether each has pushed a block."""
         return all(ring.head for ring in self.rings)
 
     def restart_dead(self) -> None:
