@@ -195,7 +195,8 @@ class Args:
 
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-COMMAND_LINE_ONLY = ["run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb", "rom"]  # files and orders
+# Never from a checkpoint: flags that name files, or say what to do now.
+COMMAND_LINE_ONLY = ["run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb", "rom"]
 ORIGINAL_PRESET = {
     "num_collectors": 4,
     "accumulate": 4,
@@ -206,9 +207,18 @@ FRACTIONS = ["gamma", "tau", "start_e", "end_e", "exploration_fraction", "alpha"
 ZERO_WORKS = ["seed", "learning_starts", "eval_every", "checkpoint_every", "gamma", "start_e", "end_e"]
 ZERO_WORKS += ["exploration_fraction", "alpha", "beta", "num_collectors", "difficulty", "noop_max"]
 ZERO_WORKS += ["epsilon_alpha", "weight_decay"]
-HIGHEST = dict.fromkeys(FRACTIONS, 1)
-HIGHEST |= {"seed": EVAL_SEED - 1, "threads": 256, "eval_episodes": 100_000, "num_collectors": 256}
-HIGHEST |= {"stack": 64, "skip": 60, "noop_max": 1_000, "size": 480, "n_step": 1_000}
+HIGHEST = {
+    **dict.fromkeys(FRACTIONS, 1),
+    "seed": EVAL_SEED - 1,
+    "threads": 256,
+    "eval_episodes": 100_000,
+    "num_collectors": 256,
+    "stack": 64,
+    "skip": 60,
+    "noop_max": 1_000,
+    "size": 480,
+    "n_step": 1_000,
+}
 
 
 def fill_defaults(args: Args, device: torch.device) -> Args:
