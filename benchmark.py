@@ -1825,7 +1825,7 @@ def collector_rates(env_id: str, widths: tuple[int, ...], seconds: float) -> lis
         flags = {"env_id": env_id, "envs_per_collector": width, "num_collectors": 1, "noop_max": 0}
         args = script.fill_defaults(script.Args(device="cpu", **flags), cpu)
         weights = torch.cat([weight.detach().flatten() for weight in script.QNetwork(args, cpu).parameters()])
-        ring, broadcast = script.Ring(args), script.Broadcast(weights)
+        ring, broadcast = script.Ring(args.ring_blocks, script.block_fields(args)), script.Broadcast(weights)
         broadcast.progress.fill_(0.5)  # exploration is what it is in the end
         collector = script.Collector(args, 0, 0, ring, broadcast)
 

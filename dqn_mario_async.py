@@ -9,15 +9,15 @@ On two CPU cores the agent then reached the flag in 100 % of 100 levels it had n
 (45,000 updates on 32 of 6.5 million transitions). After 20 minutes of the real 1-1 it reached the flag in 60 to 77 % of
 100 games (three seeds); random play never does.
 
-To read it: `Collector` plays, `Ring` hands over what it saw, `Broadcast` brings it new weights, `Replay` is what is
-learned from, `td_target` what is learned, and the loop in `main` is when. The rest is switches and bookkeeping.
+What to read: `Collector` plays, a `Ring` (envs/ring.py) hands its steps over, a `Broadcast` brings it new weights,
+`ReplayBuffer` is what is learned from, `td_target` what is learned, and the loop at the end of `main` says when. The
+rest is switches and bookkeeping.
 """
 
 import io
 import json
 import math
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -25,27 +25,27 @@ import threading
 import time
 import timeit
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, pairwise
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
-import torch.multiprocessing
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-from torch.nn.utils import vector_to_parameters
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 
 from envs.mario import TRAIN_LEVELS, UNSEEN_LEVELS
 from envs.mario_batch import MarioBatch, MarioEnv
 from envs.playing import play, show_in_terminal, write_gif
+from envs.ring import Broadcast, Collectors, Fields, Publisher, Ring, to_device
 from envs.smb import SuperMarioBrosBatch, SuperMarioBrosEnv
 
 SCRIPT = Path(__file__).stem
@@ -76,7 +76,7 @@ class Args:
     env_id: Literal["MarioLike-v0", "SuperMarioBros"] = "MarioLike-v0"
     """our own game (envs/mario.py), or the real one (envs/smb.py, needs stable-retro and a ROM)"""
     difficulty: int = 0
-    """of MarioLike's levels"""
+    """difficulty of MarioLike's levels"""
     rom: str | None = None
     """the real game's .nes file (None: the one in an installed gym-super-mario-bros)"""
     world: int = 1
@@ -84,74 +84,74 @@ class Args:
     stage: int = 1
     """its level"""
     actions: Literal[5, 7, 12] = 7
-    """only to the right, the simple ones, or all"""
+    """size of the action set: only to the right, the simple ones, or all"""
     size: int = 84
-    """pixels across and down a frame"""
+    """height and width of a frame in pixels"""
     stack: int = 4
-    """frames seen at once"""
+    """frames in an observation"""
     skip: int = 4
-    """game frames an action is held"""
+    """game frames per step"""
     noop_max: int = 30
-    """most game frames without action at the start of a game"""
+    """maximum number of game frames without action at the start of a game"""
 
     # Collection
     num_collectors: int | None = None
     """processes that play (None: one per core but one, 8 at most); 0 collects and learns in turn"""
     envs_per_collector: int | None = None
-    """games each plays (None: 16; the real game: 1, which is also the most)"""
+    """games of each (None: 16; the real game: 1, which is also the most)"""
     ring_blocks: int = 256
     """steps of all its games that a collector can be ahead of the learner; then it waits"""
     sync_every: int = 5
-    """updates between two hand-outs of the weights"""
+    """updates between two broadcasts of the weights"""
 
     # Algorithm
     channels: int = 16
-    """of the first convolution; the others have twice as many"""
+    """channels of the first convolution; the others have twice as many"""
     hidden_size: int = 256
-    """width of the layer after them"""
+    """width of the layer after the convolutions"""
     learning_rate: float = 5e-4
-    """AdamW's step size"""
+    """AdamW's learning rate"""
     anneal_lr: bool = True
-    """let the step size fall tenfold over the run, exponentially"""
+    """let the learning rate fall tenfold over the run, exponentially"""
     weight_decay: float = 1e-5
-    """AdamW's decay"""
+    """AdamW's weight decay"""
     buffer_size: int | None = None
-    """frames the replay holds (None: 100,000 on CPU; 1,000,000 on CUDA, or what fits there)"""
+    """frames in the replay buffer (None: 100,000 on CPU; 1,000,000 on CUDA, or what fits there)"""
     gamma: float = 0.97
-    """discount"""
+    """discount factor"""
     n_step: int = 3
-    """rewards summed before the target network is asked"""
+    """n-step return length"""
     double: bool = True
-    """the online network picks the action the target network judges (van Hasselt et al. 2016)"""
+    """double DQN: the online network picks the next action, the target network values it"""
     dueling: bool = True
     """value plus advantages instead of action values (Wang et al. 2016)"""
     alpha: float = 0.5
-    """how much a TD error counts when transitions are drawn (Schaul et al. 2016); 0 draws uniformly"""
+    """exponent of the priorities (Schaul et al. 2016); 0 samples uniformly"""
     beta: float = 0.4
-    """how much of that bias the loss takes back at the start; all of it at the end"""
+    """initial exponent of the importance weights, which ends at 1"""
     batch_size: int | None = None
     """transitions per gradient (None: 32 on CPU, 512 on CUDA)"""
     accumulate: int | None = None
-    """gradients added up for an update (None: 1)"""
+    """gradients per update (None: 1)"""
     replay_ratio: float = 8.0
     """transitions learned from per environment step, at most; a learner that cannot keep up learns from fewer"""
     learning_starts: int = 5_000
-    """frames in the replay before learning begins"""
+    """frames in the replay buffer before learning starts"""
     start_e: float = 1.0
-    """share of random actions at the start"""
+    """initial epsilon"""
     end_e: float = 0.2
-    """share of random actions at the end, in the first game of all; e in the others: see --spread"""
-    spread: float = 3.0
-    """the last game of all ends at end_e ** (1 + spread), those between in between (Horgan et al. 2018); a collector
-    that plays one game draws its place between them for each episode"""
+    """final epsilon of the first game; --epsilon-alpha gives that of the others"""
+    epsilon_alpha: float = 3.0
+    """final epsilon of game i of N is end_e ** (1 + epsilon_alpha * i / (N - 1)) (Horgan et al. 2018); a collector
+    with one game draws i / (N - 1) for each episode"""
     exploration_fraction: float = 0.1
-    """part of the run over which the shares fall, linearly"""
+    """fraction of the run over which epsilon falls, linearly"""
     target_network_frequency: int = 1
     """updates between two updates of the target network"""
     tau: float = 0.005
-    """how far the target network moves then; 1 copies"""
+    """target network update rate; 1 copies"""
     max_grad_norm: float = 10.0
-    """gradients are clipped to this norm"""
+    """maximum norm of the gradient"""
 
     # Speed
     bf16: bool = False
@@ -181,7 +181,7 @@ class Args:
     checkpoint_every: float = 60.0
     """seconds between checkpoints (0: only the last)"""
     checkpoint_replay: bool = False
-    """checkpoints hold the replay too"""
+    """save the replay buffer in checkpoints too"""
     resume: str | None = None
     """continue the run of this checkpoint, run folder, or "latest", with its flags"""
     evaluate: str | None = None
@@ -194,201 +194,263 @@ class Args:
     """mirror TensorBoard to Weights & Biases (pip install wandb)"""
 
 
-# Never from a checkpoint: what names files, or says what to do now.
-COMMAND_LINE_ONLY = {"run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb", "rom"}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-DEFAULTS = {  # of flags that are None
-    "cpu": {"batch_size": 32, "buffer_size": 100_000},
-    "cuda": {"batch_size": 512, "buffer_size": 1_000_000},
-    "none": {"num_collectors": min(max(CORES - 1, 1), 8), "accumulate": 1},
-    "original": {"num_collectors": 4, "accumulate": 4, "batch_size": 512, "buffer_size": 50_000},
+# Never from a checkpoint: flags that name files, or say what to do now.
+COMMAND_LINE_ONLY = ["run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb", "rom"]
+ORIGINAL_PRESET = {
+    "num_collectors": 4,
+    "accumulate": 4,
+    "batch_size": 512,
+    "buffer_size": 50_000,
+}
+FRACTIONS = ["gamma", "tau", "start_e", "end_e", "exploration_fraction", "alpha", "beta"]
+ZERO_WORKS = ["seed", "learning_starts", "eval_every", "checkpoint_every", "gamma", "start_e", "end_e"]
+ZERO_WORKS += ["exploration_fraction", "alpha", "beta", "num_collectors", "difficulty", "noop_max"]
+ZERO_WORKS += ["epsilon_alpha", "weight_decay"]
+HIGHEST = {
+    **dict.fromkeys(FRACTIONS, 1),
+    "seed": EVAL_SEED - 1,
+    "threads": 256,
+    "eval_episodes": 100_000,
+    "num_collectors": 256,
+    "stack": 64,
+    "skip": 60,
+    "noop_max": 1_000,
+    "size": 480,
+    "n_step": 1_000,
 }
 
 
 def fill_defaults(args: Args, device: torch.device) -> Args:
-    """`args` with nothing a run needs left None. Values that cannot work are refused here, before anything starts."""
-    real = args.env_id == "SuperMarioBros"
-    defaults = DEFAULTS[device.type] | {"envs_per_collector": 1 if real else 16} | DEFAULTS[args.preset]
-    if device.type == "cuda":
-        room = 0.8 * torch.cuda.mem_get_info(device)[0]
-        defaults["buffer_size"] = min(defaults["buffer_size"], int(room / Replay.slot_bytes(args)))
-    if args.total_timesteps is None:
-        defaults["max_seconds"] = 900.0
-    collectors = defaults["num_collectors"] if args.num_collectors is None else args.num_collectors
+    """A copy of `args` without None where a run needs a value. Flags that cannot work end the program here."""
+    args = replace(args)
+    on_cuda = device.type == "cuda"
+    is_real = args.env_id == "SuperMarioBros"
+    if args.preset == "original":
+        for name, value in ORIGINAL_PRESET.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+    if args.num_collectors is None:
+        args.num_collectors = min(max(CORES - 1, 1), 8)
+    if args.envs_per_collector is None:
+        args.envs_per_collector = 1 if is_real else 16
+    if args.batch_size is None:
+        args.batch_size = 512 if on_cuda else 32
+    if args.accumulate is None:
+        args.accumulate = 1
+    if args.buffer_size is None and on_cuda:
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+        args.buffer_size = min(int(0.8 * free_bytes / ReplayBuffer.slot_bytes(args)), 1_000_000)
+    if args.buffer_size is None:
+        args.buffer_size = 100_000
     if args.threads is None:
-        defaults["threads"] = pick_threads(max(CORES - collectors, 1))
-    args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
+        args.threads = pick_threads(max(CORES - args.num_collectors, 1))
+    if args.max_seconds is None and args.total_timesteps is None:
+        args.max_seconds = 900.0
+    check_ranges(args)
 
-    shares = {"gamma", "tau", "start_e", "end_e", "exploration_fraction", "alpha", "beta"}
-    may_be_0 = {"seed", "learning_starts", "eval_every", "checkpoint_every", *shares} - {"tau"}
-    may_be_0 |= {"num_collectors", "difficulty", "noop_max", "spread", "weight_decay"}
-    limits = dict.fromkeys(shares, 1) | {"seed": EVAL_SEED - 1, "threads": 256, "eval_episodes": 100_000}
-    limits |= {"num_collectors": 256, "stack": 64, "skip": 60, "noop_max": 1_000, "size": 480, "n_step": 1_000}
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            highest = limits.get(name, sys.maxsize)
-            if not 0 <= value <= highest or (value == 0 and name not in may_be_0):
-                lowest = "0 or more" if name in may_be_0 else "above 0"
-                fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
     if args.bf16 and args.fp16:
         fail("--bf16 --fp16: choose one of them")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
     if args.size < 36:
         fail(f"--size {args.size}: the convolutions need at least 36 pixels")
-    if real and args.envs_per_collector != 1:
+    if is_real and args.envs_per_collector != 1:
         fail(f"--envs-per-collector {args.envs_per_collector}: a process holds one emulator; use more collectors")
-    if real and args.num_collectors == 0:
+    if is_real and args.num_collectors == 0:
         fail("--num-collectors 0: this process needs its only emulator for evaluations; 1 or more work")
-    games = max(args.num_collectors, 1) * args.envs_per_collector
-    least = games * (2 * args.ring_blocks + args.n_step + args.stack)  # what one read can bring, and its surroundings
-    if args.buffer_size < least + args.learning_starts:
-        fail(f"--buffer-size {args.buffer_size}: at least {least + args.learning_starts} for {games} games")
-    if Path("/dev/shm").is_dir() and args.evaluate is None:
-        needed, room = max(args.num_collectors, 1) * Ring.bytes(args), shutil.disk_usage("/dev/shm").free
-        if needed > room:
-            sizes = f"the rings take {needed / 2**20:.0f} MiB of shared memory, /dev/shm has {room / 2**20:.0f} left"
-            fail(f"--ring-blocks {args.ring_blocks}: {sizes}; fewer blocks or a larger /dev/shm work")
     if args.render and args.evaluate is None:
         fail("--render: shows a trained agent, so it needs --evaluate PATH")
     if args.resume is not None and args.evaluate is not None:
         fail("--resume --evaluate: choose one of them")
+    num_games = max(args.num_collectors, 1) * args.envs_per_collector
+    slots_of_a_game = 2 * args.ring_blocks + args.n_step + args.stack  # what one read can bring, and its surroundings
+    lowest = num_games * slots_of_a_game + args.learning_starts
+    if args.buffer_size < lowest:
+        fail(f"--buffer-size {args.buffer_size}: at least {lowest} for {num_games} games")
+    args.learning_starts = max(args.learning_starts, num_games * (args.n_step + 1))
+    check_shared_memory(args)
     try:
         make_envs(args, 1)  # an emulator is freed at once
     except ValueError as error:  # which begins with the name of the setting
-        flag = next((name for name in settings_of(args, TRAIN_LEVELS) if str(error).startswith(name)), "env_id")
+        settings = settings_of(args, TRAIN_LEVELS)
+        flag = next((name for name in settings if str(error).startswith(name)), "env_id")
         fail(f"--{flag.replace('_', '-')} {getattr(args, flag)}: {error}")
-    return replace(args, learning_starts=max(args.learning_starts, games * (args.n_step + 1)))
+    return args
+
+
+def check_ranges(args: Args) -> None:
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        highest = HIGHEST.get(name, sys.maxsize)
+        zero_works = name in ZERO_WORKS
+        too_low = value < 0 or (value == 0 and not zero_works)
+        if too_low or not value <= highest:  # NaN is neither
+            lowest = "0 or more" if zero_works else "above 0"
+            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
+
+
+def check_shared_memory(args: Args) -> None:
+    if args.evaluate is not None or not Path("/dev/shm").is_dir():
+        return
+    needed = max(args.num_collectors, 1) * Ring.bytes(args.ring_blocks, block_fields(args))
+    available = shutil.disk_usage("/dev/shm").free
+    if needed > available:
+        sizes = f"the rings take {needed / 2**20:.0f} MiB of shared memory, /dev/shm has {available / 2**20:.0f} left"
+        fail(f"--ring-blocks {args.ring_blocks}: {sizes}; fewer blocks or a larger /dev/shm work")
 
 
 def settings_of(args: Args, levels: tuple[int, int]) -> dict[str, Any]:
-    """What both games want to know, and what only the chosen one does."""
-    common = {name: getattr(args, name) for name in "actions stack size skip noop_max".split()}
+    """Keywords of the chosen game."""
+    settings = {
+        "actions": args.actions,
+        "stack": args.stack,
+        "size": args.size,
+        "skip": args.skip,
+        "noop_max": args.noop_max,
+    }
     if args.env_id == "SuperMarioBros":
-        return common | {"rom": args.rom, "world": args.world, "stage": args.stage}
-    return common | {"difficulty": args.difficulty, "levels": levels}
+        settings["rom"] = args.rom
+        settings["world"] = args.world
+        settings["stage"] = args.stage
+    else:
+        settings["difficulty"] = args.difficulty
+        settings["levels"] = levels
+    return settings
 
 
 def make_envs(
     args: Args, num_envs: int, seed: int = 0, first_lane: int = 0, levels: tuple[int, int] = TRAIN_LEVELS
 ) -> MarioBatch:
     """`num_envs` games, each with its own stream of random numbers. One that ends starts anew within the same step."""
-    batch = SuperMarioBrosBatch if args.env_id == "SuperMarioBros" else MarioBatch
-    return batch(num_envs, seed=seed, first_lane=first_lane, **settings_of(args, levels))
+    batch_class = SuperMarioBrosBatch if args.env_id == "SuperMarioBros" else MarioBatch
+    return batch_class(num_envs, seed=seed, first_lane=first_lane, **settings_of(args, levels))
 
 
 # ----------------------------------------------------------------------------------------------------- network
 
 
-SHAPES = "--channels, --hidden-size, --dueling, --actions, --stack and --size"  # flags that fix the network's
+SHAPE_FLAGS = "--channels, --hidden-size, --dueling, --actions, --stack and --size"  # those of the weights
 
 
 class QNetwork(nn.Module):
-    """Values of the actions (B, actions), fp32, from frames (B, stack, size, size) uint8: `judge(see(obs))`.
+    """Q-values (B, actions), fp32, from frames (B, stack, size, size) uint8. Convolutions as in Mnih et al. 2015.
 
-    Convolutions as in Mnih et al. 2015. `see` has no parameters, so online and target network share what it makes of
-    the next observations. LayerNorm, not BatchNorm, whose statistics would reach neither target network nor collectors.
+    `preprocess` has no parameters, so the online and the target network share its result. LayerNorm, not BatchNorm,
+    whose statistics would reach neither target network nor collectors.
     """
 
     def __init__(self, args: Args, device: torch.device) -> None:
         super().__init__()
-        narrow, wide = args.channels, 2 * args.channels
-        side = ((args.size - 4) // 4 - 2) // 2 - 2
-        self.conv1 = nn.Conv2d(args.stack, narrow, 8, 4, device=device)
-        self.conv2 = nn.Conv2d(narrow, wide, 4, 2, device=device)
-        self.conv3 = nn.Conv2d(wide, wide, 3, device=device)
-        self.hidden = nn.Linear(wide * side**2, args.hidden_size, device=device)
+        self.dueling = args.dueling
+        channels = args.channels
+        side = ((args.size - 4) // 4 - 2) // 2 - 2  # of what the convolutions leave
+        num_outputs = args.actions + 1 if args.dueling else args.actions
+        self.conv1 = nn.Conv2d(args.stack, channels, 8, 4, device=device)
+        self.conv2 = nn.Conv2d(channels, 2 * channels, 4, 2, device=device)
+        self.conv3 = nn.Conv2d(2 * channels, 2 * channels, 3, device=device)
+        self.hidden = nn.Linear(2 * channels * side**2, args.hidden_size, device=device)
         self.norm = nn.LayerNorm(args.hidden_size, device=device)
-        self.head = nn.Linear(args.hidden_size, args.actions + args.dueling, device=device)
-        for layer in (self.conv1, self.conv2, self.conv3, self.hidden):
+        self.head = nn.Linear(args.hidden_size, num_outputs, device=device)
+        for layer in [self.conv1, self.conv2, self.conv3, self.hidden]:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
-        self.dueling = args.dueling
 
     @staticmethod
-    def see(obs: torch.Tensor) -> torch.Tensor:
+    def preprocess(obs: torch.Tensor) -> torch.Tensor:
         # On CUDA, channels last is the layout of the tensor cores. On a CPU it makes gradients faster (10 ms, not 15,
         # for 32 on one core), and forward passes alone slower.
         channels_last = obs.is_cuda or torch.is_grad_enabled()
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-        return obs.to(torch.float32, memory_format=layout).div_(255)
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        return obs.to(torch.float32, memory_format=memory_format).div_(255)
 
-    def judge(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu_(self.conv3(F.relu_(self.conv2(F.relu_(self.conv1(x))))))
-        q = self.head(F.relu_(self.norm(self.hidden(x.flatten(1))))).float()
-        if self.dueling:  # advantages, then the value
-            q = q[:, -1:] + q[:, :-1] - q[:, :-1].mean(1, keepdim=True)
-        return q
+    def q_values(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu_(self.conv1(x))
+        x = F.relu_(self.conv2(x))
+        x = F.relu_(self.conv3(x))
+        x = F.relu_(self.norm(self.hidden(x.flatten(1))))
+        outputs = self.head(x).float()
+        if not self.dueling:
+            return outputs
+        advantages = outputs[:, :-1]
+        value = outputs[:, -1:]
+        return value + advantages - advantages.mean(1, keepdim=True)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return self.judge(self.see(obs))
+        return self.q_values(self.preprocess(obs))
 
 
 class Actor:
     """`QNetwork` for one observation and one thread, in NumPy: less than half of PyTorch's price.
 
     PyTorch takes 0.57 ms beside an emulator that takes 1.2: it converts layouts, and a call finds nothing of its own in
-    the caches. Here a convolution is a matrix product over all windows, channels last. The first works on cells of 4x4
-    pixels, so that its windows are 2 cells wide and the four pixels of a row move as one 32-bit number. A batch of 16
-    is faster in PyTorch.
+    the caches. Here a convolution is a matrix product over all windows, channels last, so that the pixels of a window's
+    row lie side by side and move at once. A batch of 16 is faster in PyTorch.
     """
 
-    def __init__(self, q_network: QNetwork, actions: int) -> None:
-        self.weights = {name: weight.detach().numpy() for name, weight in q_network.named_parameters()}
-        self.head = slice(actions)  # the value changes no choice
-        self.prepare()
+    def __init__(self, q_network: QNetwork, num_actions: int) -> None:
+        self.weights = {name: weight.detach().numpy() for name, weight in q_network.named_parameters()}  # not copied
+        self.num_actions = num_actions
+        self.update_kernels()
 
-    def prepare(self) -> None:
-        """After the network's weights have changed: lay out the small ones anew. The large layer is used as it lies."""
-        q = self.weights
-        narrow, stack = q["conv1.weight"].shape[:2]
-        cells = q["conv1.weight"].reshape(narrow, stack, 2, 4, 2, 4).transpose(0, 1, 3, 5, 2, 4) / 255
-        kernels = {"conv1": cells.reshape(narrow, -1, 2, 2), "conv2": q["conv2.weight"], "conv3": q["conv3.weight"]}
-        self.layers = [
-            (kernel.shape[2], stride, kernel.transpose(2, 3, 1, 0).reshape(-1, len(kernel)), q[f"{name}.bias"])
-            for (name, kernel), stride in zip(kernels.items(), (1, 2, 1))
-        ]
+    def update_kernels(self) -> None:
+        """After the network's weights have changed: kernels as (width * width * inputs, outputs), channels last."""
+        self.kernels = {}
+        for name in ["conv1", "conv2", "conv3"]:
+            kernel = self.weights[f"{name}.weight"]
+            self.kernels[name] = kernel.transpose(2, 3, 1, 0).reshape(-1, len(kernel))
+        self.kernels["conv1"] = self.kernels["conv1"] / 255
+
+    def convolution(self, x: np.ndarray, name: str, width: int, stride: int) -> np.ndarray:
+        """ReLU of a convolution over x (rows, columns, channels)."""
+        side = (len(x) - width) // stride + 1
+        row, column = x.strides[:2]
+        shape = (side, side, width, width * x.shape[2])
+        strides = (stride * row, stride * column, row, x.itemsize)
+        windows = np.ndarray(shape, x.dtype, x, strides=strides).reshape(side * side, -1)
+        x = windows.astype(np.float32, copy=False) @ self.kernels[name] + self.weights[f"{name}.bias"]
+        return np.maximum(x, 0, out=x).reshape(side, side, -1)
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:
-        """Values (actions,) of one observation (stack, size, size), all of them off by the same number."""
-        q, side = self.weights, obs.shape[1] // 4
-        x = obs[:, : 4 * side, : 4 * side].view(np.uint32).reshape(-1, side, 4, side)
-        x = np.ascontiguousarray(x.transpose(1, 3, 0, 2)).view(np.uint8).reshape(side, side, -1)
-        for width, stride, kernel, bias in self.layers:
-            down, across, one = x.strides
-            side = (len(x) - width) // stride + 1
-            shape, strides = (side, side, width, width * x.shape[2]), (stride * down, stride * across, down, one)
-            x = np.ndarray(shape, x.dtype, x, strides=strides).reshape(side * side, -1)
-            x = x.astype(np.float32, copy=False) @ kernel + bias
-            x = np.maximum(x, 0, out=x).reshape(side, side, -1)
-        x = q["hidden.weight"] @ x.transpose(2, 0, 1).ravel() + q["hidden.bias"]
+        """Q-values (actions,) of one observation (stack, size, size), all of them off by the same number."""
+        weights = self.weights
+        x = np.ascontiguousarray(obs.transpose(1, 2, 0))
+        x = self.convolution(x, "conv1", width=8, stride=4)
+        x = self.convolution(x, "conv2", width=4, stride=2)
+        x = self.convolution(x, "conv3", width=3, stride=1)
+        x = weights["hidden.weight"] @ x.transpose(2, 0, 1).ravel() + weights["hidden.bias"]
         x -= x.sum() / len(x)
-        x = np.maximum(x / math.sqrt(x @ x / len(x) + 1e-5) * q["norm.weight"] + q["norm.bias"], 0)
-        return q["head.weight"][self.head] @ x + q["head.bias"][self.head]
+        x /= math.sqrt(x @ x / len(x) + 1e-5)
+        x = np.maximum(x * weights["norm.weight"] + weights["norm.bias"], 0)
+        q_values = weights["head.weight"] @ x + weights["head.bias"]
+        return q_values[: self.num_actions]  # without the value, which changes no choice
 
 
 # ------------------------------------------------------------------------------------------------ the algorithm
 
 
-def epsilon_at(progress: float, start_e: float, end_e: np.ndarray, exploration_fraction: float) -> np.ndarray:
-    """Share of random actions of each game when `progress` (0 to 1) of the run is over; `end_e` is where it ends."""
-    if progress >= exploration_fraction:
+def linear_schedule(start_e: float, end_e: np.ndarray, fraction: float, progress: float) -> np.ndarray:
+    """Epsilon of each game when `progress` (0 to 1) of the run is over: it falls over the first `fraction` of it."""
+    if progress >= fraction:
         return end_e
-    return start_e + (end_e - start_e) * progress / exploration_fraction
+    return start_e + (end_e - start_e) * progress / fraction
 
 
 def end_epsilons(args: Args, number: int, rng: np.random.Generator) -> np.ndarray:
-    """end_e ** (1 + spread * i / (games - 1)) of the games i of collector `number` (Horgan et al. 2018, section 4).
+    """Final epsilon of each game of collector `number` (Horgan et al. 2018, section 4).
 
-    The paper has hundreds of games, so what is learned from is a mixture of all these shares. With one game a collector
-    there are too few for that, and its share would be the largest for ever: such a collector draws its place between
-    the ends for each episode instead, so that the same mixture comes one after the other.
+    The paper has hundreds of games, so what is learned from is a mixture of all these epsilons. With one game a
+    collector there are too few for that, and its epsilon would be the largest for ever: such a collector draws one for
+    each episode instead, so that the same mixture comes one after the other.
     """
     if args.envs_per_collector == 1:
-        return args.end_e ** (1 + args.spread * rng.random(1))
-    games = max(args.num_collectors, 1) * args.envs_per_collector
-    game = number * args.envs_per_collector + np.arange(args.envs_per_collector)
-    return args.end_e ** (1 + args.spread * game / (games - 1))
+        position = rng.random(1)
+    else:
+        num_games = max(args.num_collectors, 1) * args.envs_per_collector
+        game = number * args.envs_per_collector + np.arange(args.envs_per_collector)
+        position = game / (num_games - 1)
+    return args.end_e ** (1 + args.epsilon_alpha * position)
 
 
 def td_target(
@@ -396,262 +458,126 @@ def td_target(
 ) -> torch.Tensor:
     """r + discount * Q_target(s', argmax_a Q_online(s', a)), all (B,) or (B, actions), fp32.
 
-    `discount` is gamma^k after k rewards, 0 where the game was over (van Hasselt et al. 2016, equation 4). Plain DQN
+    `discount` is gamma^k after k rewards, 0 where the game terminated (van Hasselt et al. 2016, equation 4). Plain DQN
     passes the target's values twice.
     """
-    return reward + discount * next_q_target.gather(1, next_q_online.argmax(1, keepdim=True)).squeeze(1)
+    next_action = next_q_online.argmax(1, keepdim=True)
+    return reward + discount * next_q_target.gather(1, next_action).squeeze(1)
 
 
-# ------------------------------------------------------------------------------------- from process to process
-
-GOES_ON, TRUNCATED, TERMINATED = range(3)
-EPISODE = "distance", "flag", "score", "length", "return"
-COUNTS = "produced", "stored", "in_flight"
-SPAWN = torch.multiprocessing.get_context("spawn")
+# --------------------------------------------------------------------------------------------------- collectors
 
 
-def shared(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Zeros in shared memory. Its name is gone from /dev/shm before this returns: whatever crashes, nothing is left."""
-    return torch.zeros(shape, dtype=dtype).share_memory_()
+RUNNING, TRUNCATED, TERMINATED, FINAL = range(4)  # the `end` of a step; FINAL: no step, but the frame after the last
+STATISTICS = ["distance", "flag", "score", "length", "return"]  # of a game
 
 
-ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores reach other cores in the order in which they are made
-
-
-class Fence:
-    """A lock that keeps payload and index in order where the processor does not; it protects nothing else.
-
-    So whoever has waited for a second, because the process that held it was killed, may go on, and frees it.
-    """
-
-    def __init__(self) -> None:
-        self.lock = SPAWN.Lock()
-
-    def __enter__(self) -> None:
-        self.lock.acquire(timeout=1)
-
-    def __exit__(self, *_: Any) -> None:
-        with suppress(ValueError):  # somebody who had waited for a second has freed it
-            self.lock.release()
-
-
-def make_fence() -> Any:
-    return nullcontext() if ORDERED else Fence()
-
-
-class Ring:
-    """Blocks in shared memory that one process pushes and another reads; a block is one step of a collector's games.
-
-    Payload first, then `head`, one aligned 8-byte word: a block is there whole or not at all, and nobody holds a lock.
-    The learner writes `tail`, the collector all else: `steps` that it has made, pushed or not; how often a push
-    `failed`, because the ring was full; after how many updates the weights that it is `using` were published; the mean
-    of its shares of random actions, `epsilon`.
-    """
-
-    def __init__(self, args: Args) -> None:
-        self.blocks, games = args.ring_blocks, args.envs_per_collector
-        block = self.blocks, games
-        self.fields = {
-            "frame": shared(torch.uint8, *block, args.size, args.size),  # the newest before the step
-            "final": shared(torch.uint8, *block, args.size, args.size),  # the newest after it, before a new start
-            "action": shared(torch.int8, *block),
-            "reward": shared(torch.float32, *block),
-            "end": shared(torch.uint8, *block),
-            "length": shared(torch.int64, *block),  # steps of the game, this one included
-            "episode": shared(torch.float32, *block, 5),  # distance, flag, score, length and return so far
-            "seconds": shared(torch.float32, self.blocks, 3),  # waited to push, acted, played
-        }
-        self.head, self.tail, self.steps, self.failed, self.using = (shared(torch.int64, 1) for _ in range(5))
-        self.epsilon = shared(torch.float64, 1)
-        self.fence = make_fence()
-
-    @staticmethod
-    def bytes(args: Args) -> int:
-        return args.ring_blocks * (args.envs_per_collector * (2 * args.size**2 + 34) + 12)
-
-    def counts(self) -> tuple[int, int]:
-        """Steps that its collectors have made, and blocks in flight, both at one moment."""
-        while True:
-            steps = self.steps.item()
-            in_flight = self.head.item() - self.tail.item()
-            if self.steps.item() == steps:
-                return steps, in_flight
-
-    def push(self, block: dict[str, Any]) -> bool:
-        """Commit a block, unless the ring is full."""
-        head = self.head.item()
-        with self.fence:
-            if head - self.tail.item() == self.blocks:
-                return False
-        for name, value in block.items():
-            self.fields[name].numpy()[head % self.blocks] = value
-        with self.fence:
-            self.head.numpy()[0] = head + 1
-        return True
-
-    def read(self) -> dict[str, torch.Tensor]:
-        """What lies in the ring (blocks, ...), up to its edge, in place: `release` it after copying."""
-        tail = self.tail.item()
-        with self.fence:
-            count = min(self.head.item() - tail, self.blocks - tail % self.blocks)
-        return {name: field[tail % self.blocks :][:count] for name, field in self.fields.items()}
-
-    def release(self, count: int) -> None:
-        with self.fence:
-            self.tail.numpy()[0] += count
-
-
-class Broadcast:
-    """What the learner tells all collectors: weights in two slots, how far the run is, and when to stop.
-
-    New weights go to the slot that nobody starts to read, then the version moves on. Who reads looks at the version
-    again after copying; only if it has moved may the slot have been overwritten.
-    """
-
-    def __init__(self, weights: torch.Tensor) -> None:
-        self.slots, self.updates = shared(torch.float32, 2, len(weights)), shared(torch.int64, 2)
-        self.version, self.progress, self.stop = (shared(kind, 1) for kind in (torch.int64, torch.float64, torch.int64))
-        self.fence, self.learner = make_fence(), os.getpid()
-
-    def over(self) -> bool:
-        """Whether to stop: told to, or the learner is gone."""
-        return bool(self.stop) or self.learner not in (os.getpid(), os.getppid())
-
-    def publish(self, weights: torch.Tensor, updates: int) -> None:
-        version = self.version.item() + 1
-        self.slots[version % 2].copy_(weights)
-        self.updates.numpy()[version % 2] = updates
-        with self.fence:
-            self.version.numpy()[0] = version
-
-    def fetch(self, weights: torch.Tensor) -> tuple[int, int]:
-        """Copy the newest into `weights`. Gives its version, and after how many updates it was published."""
-        while True:
-            with self.fence:
-                version = self.version.item()
-            weights.copy_(self.slots[version % 2])
-            updates = self.updates[version % 2].item()
-            with self.fence:
-                if self.version.item() == version:
-                    return version, updates
-
-
-class Publisher:
-    """Brings the learner's weights to `broadcast`; from CUDA, if `asynchronous`, while it goes on learning.
-
-    One copy is under way at most, so the CPU queues no more than two hand-outs' worth of updates ahead of the GPU.
-    """
-
-    def __init__(self, broadcast: Broadcast, asynchronous: bool) -> None:
-        self.broadcast = broadcast
-        self.copied = torch.cuda.Event() if asynchronous else None
-        self.weights = None  # under way
-        self.updates = 0  # after so many
-
-    def publish(self, weights: torch.Tensor, updates: int) -> None:
-        if self.copied is None:
-            self.broadcast.publish(weights, updates)
-            return
-        if self.weights is not None:
-            self.copied.synchronize()  # sync: learning is more than --sync-every updates behind
-            self.poll()
-        self.weights = weights.to("cpu", non_blocking=True)  # into pinned memory
-        self.updates = updates
-        self.copied.record()
-
-    def poll(self) -> None:
-        """Hand out weights that have arrived."""
-        if self.weights is not None and self.copied.query():
-            self.broadcast.publish(self.weights, self.updates)
-            self.weights = None
+def block_fields(args: Args) -> Fields:
+    """What a collector hands over: one step of all its games."""
+    games = args.envs_per_collector
+    return {
+        "frame": (torch.uint8, (games, args.size, args.size)),  # the newest before the step
+        "final_frame": (torch.uint8, (games, args.size, args.size)),  # the newest after it, before a new start
+        "action": (torch.int8, (games,)),
+        "reward": (torch.float32, (games,)),
+        "end": (torch.uint8, (games,)),
+        "length": (torch.int64, (games,)),  # steps of the game, this one included
+        "statistics": (torch.float32, (games, len(STATISTICS))),
+        "seconds": (torch.float32, (3,)),  # waited to push, acted, played
+        "epsilon": (torch.float32, ()),  # mean of the games
+        "updates": (torch.int64, ()),  # after which the weights were published
+    }
 
 
 class Collector:
-    """Plays the games of collector `number` with its own copy of the weights. `start` counts the starts of them all."""
+    """Plays the games of collector `number` with its own copy of the weights.
+
+    `start` is its number among all that this run ever started, so that no two of them play the same games.
+    """
 
     def __init__(self, args: Args, number: int, start: int, ring: Ring, broadcast: Broadcast) -> None:
-        self.args, self.ring, self.broadcast = args, ring, broadcast
+        self.args = args
+        self.number = number
+        self.ring = ring
+        self.broadcast = broadcast
         self.envs = make_envs(args, args.envs_per_collector, args.seed, start * args.envs_per_collector)
-        self.obs = self.envs.reset()
+        self.obs = self.envs.reset()  # the environment's own buffer: every step overwrites it
         self.q_network = QNetwork(args, torch.device("cpu")).requires_grad_(False)
-        self.weights, self.version = broadcast.slots[0].clone(), -1
+        self.weights = broadcast.slots[0].clone()
         vector_to_parameters(self.weights, self.q_network.parameters())  # which are now views of it
         self.actor = Actor(self.q_network, args.actions) if args.envs_per_collector == 1 else None
-        self.number, self.rng = number, np.random.default_rng((args.seed, start))
+        self.version = -1  # of the weights
+        self.updates = 0
+        self.rng = np.random.default_rng((args.seed, start))
         self.end_e = end_epsilons(args, number, self.rng)
 
     def step(self) -> None:
         """One action in every game, and the block that tells of it."""
-        args, ring, now = self.args, self.ring, time.perf_counter
-        began = now()
+        args = self.args
+        start_time = time.perf_counter()
         if self.broadcast.version.item() != self.version:
-            self.version, ring.using.numpy()[0] = self.broadcast.fetch(self.weights)
-            if self.actor:
-                self.actor.prepare()
-        epsilon = epsilon_at(self.broadcast.progress.item(), args.start_e, self.end_e, args.exploration_fraction)
-        ring.epsilon.numpy()[0] = epsilon.mean()
-        explores, action = self.rng.random((2, len(self.obs)))
-        greedy, action = explores >= epsilon, (action * args.actions).astype(np.int64)
-        if greedy.any():  # who explores needs no network
-            if self.actor:
-                action[0] = self.actor(self.obs[0]).argmax()
-            else:
-                with torch.no_grad():
-                    action[greedy] = self.q_network(torch.from_numpy(self.obs[greedy])).argmax(1)
-        frame, acted = self.obs[:, -1].copy(), now()
+            self.version, self.updates = self.broadcast.fetch(self.weights)
+            if self.actor is not None:
+                self.actor.update_kernels()
+        progress = self.broadcast.progress.item()
+        epsilon = linear_schedule(args.start_e, self.end_e, args.exploration_fraction, progress)
+        action = self.act(epsilon)
+        frame = self.obs[:, -1].copy()
+        act_time = time.perf_counter()
         _, reward, terminated, truncated, info = self.envs.step(action)
-        played = now()
+        env_time = time.perf_counter()
+        self.ring.steps += 1
+
+        end = np.full(len(action), RUNNING)
+        end[truncated] = TRUNCATED
+        end[terminated] = TERMINATED
+        if args.envs_per_collector == 1 and end[0] != RUNNING:
+            self.end_e = end_epsilons(args, self.number, self.rng)
         block = {
             "frame": frame,
-            "final": info["final_obs"][:, -1],
+            "final_frame": info["final_obs"][:, -1],
             "action": action,
             "reward": reward,
-            "end": np.where(terminated, TERMINATED, np.where(truncated, TRUNCATED, GOES_ON)),
+            "end": end,
             "length": info["length"],
-            "episode": np.array([info[name] for name in EPISODE]).T,
+            "statistics": np.array([info[name] for name in STATISTICS]).T,
+            "epsilon": epsilon.mean(),
+            "updates": self.updates,
         }
-        ring.steps += 1
-        if (terminated | truncated)[0]:
-            self.end_e = end_epsilons(args, self.number, self.rng)  # another one only where it is drawn
-        first, waited = now(), 0.0
-        while not ring.push(block | {"seconds": (waited, acted - began, played - acted)}):
-            ring.failed += 1
-            if self.broadcast.over():
+        self.push(block, act_time - start_time, env_time - act_time)
+
+    def act(self, epsilon: np.ndarray) -> np.ndarray:
+        explore, random_action = self.rng.random((2, len(self.obs)))
+        greedy = explore >= epsilon
+        action = (random_action * self.args.actions).astype(np.int64)
+        if not greedy.any():  # then nobody needs the network
+            return action
+        if self.actor is not None:
+            action[0] = self.actor(self.obs[0]).argmax()
+        else:
+            with torch.no_grad():
+                action[greedy] = self.q_network(torch.from_numpy(self.obs[greedy])).argmax(1)
+        return action
+
+    def push(self, block: dict[str, Any], act_seconds: float, env_seconds: float) -> None:
+        """Into the ring; waits while it is full."""
+        start_time = time.perf_counter()
+        block["seconds"] = (0.0, act_seconds, env_seconds)
+        while not self.ring.push(block):
+            if self.broadcast.is_over():
                 return
             time.sleep(0.0002)
-            waited = now() - first
+            block["seconds"] = (time.perf_counter() - start_time, act_seconds, env_seconds)
 
 
-@contextmanager
-def born_a_collector() -> Iterator[None]:
-    """What a process started in here inherits, and this one has only meanwhile: one thread for each library, known
-    before it loads, and deafness to Ctrl-C and SIGTERM, which reach the whole group: the learner tells the others."""
-    threads = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
-    before = {name: os.environ.get(name) for name in threads}
-    mask = None
-    try:
-        os.environ.update(dict.fromkeys(threads, "1"))
-        if hasattr(signal, "pthread_sigmask"):  # on Windows a collector is deaf only once it runs: see `collect`
-            resource_tracker.ensure_running()  # starting it unblocks signals
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-        yield
-    finally:
-        if mask is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-
-
-def collect(args: Args, number: int, *others: Any) -> None:
-    """What a collector's process runs; arguments as `Collector` has them."""
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)
+def collector_main(args: Args, number: int, start: int, ring: Ring, broadcast: Broadcast) -> None:
+    """What a collector's process runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:
-        collector = Collector(args, number, *others)
-        while not collector.broadcast.over():
+        collector = Collector(args, number, start, ring, broadcast)
+        while not broadcast.is_over():
             collector.step()
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
@@ -659,230 +585,176 @@ def collect(args: Args, number: int, *others: Any) -> None:
         raise SystemExit(1) from None
 
 
-class Collectors:
-    """The processes: started, replaced when they end by themselves, and stopped."""
-
-    def __init__(self, args: Args, broadcast: Broadcast, starts: int) -> None:
-        self.args, self.broadcast, self.starts = args, broadcast, starts + (args.num_collectors == 0)
-        self.restarts, self.fruitless, self.next_look = 0, 0, 0.0
-        self.rings = [Ring(args) for _ in range(max(args.num_collectors, 1))]
-        self.began = [0] * args.num_collectors  # blocks in the ring when the process started
-        self.processes = []
-
-    def start(self) -> None:
-        for number in range(self.args.num_collectors):
-            self.processes.append(self.process(number))
-
-    def process(self, number: int) -> Any:
-        """A new one. Who comes after a crash has a number of its own, `starts`, so that it plays other games."""
-        ring = self.rings[number]
-        self.began[number] = ring.head.item()
-        process = SPAWN.Process(
-            target=collect, args=(self.args, number, self.starts, ring, self.broadcast), daemon=True
-        )
-        self.starts += 1
-        with born_a_collector():
-            process.start()
-        return process
-
-    def look_after(self) -> None:
-        """Once a second: replace who crashed. What they had committed stays in their rings.
-
-        Raises ChildProcessError when three in a row ended before they played.
-        """
-        if time.monotonic() < self.next_look:
-            return
-        self.next_look = time.monotonic() + 1
-        for number, (ring, process) in enumerate(zip(self.rings, self.processes)):
-            if process.exitcode is None:
-                continue
-            print(f"collector {number} ended with exit code {process.exitcode} and is replaced", file=sys.stderr)
-            self.restarts += 1
-            self.fruitless = 0 if ring.head.item() > self.began[number] else self.fruitless + 1
-            if self.fruitless == 3:
-                raise ChildProcessError("three ended before they played, see above")
-            self.processes[number] = self.process(number)
-
-    def stop(self) -> None:
-        """Ask them to end, which takes a step of their games; who has not after two seconds is killed."""
-        self.broadcast.stop.fill_(1)
-        deadline = time.monotonic() + 2
-        for process in self.processes:
-            process.join(max(deadline - time.monotonic(), 0))
-            process.kill()
-            process.join()
+# ------------------------------------------------------------------------------------------------------- replay
 
 
-def to_device(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of the CPU on `device`: one copy for them all, which nobody waits for. For a CPU they stay as they are.
+class ReplayBuffer:
+    """The last `buffer_size` frames of all games, each stored once, sampled by priority, with n-step returns.
 
-    They are packed into pinned memory, which PyTorch does not give to anybody else before it has been copied.
-    """
-    if device.type == "cpu":
-        return tensors
-    sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors.values()]  # so that each begins where any dtype may
-
-    def unpacked(packed: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = zip(tensors.items(), packed.split(sizes))
-        return {name: part[: x.nbytes].view(x.dtype).view(x.shape) for (name, x), part in parts}
-
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    for name, part in unpacked(packed).items():
-        part.copy_(tensors[name])
-    return unpacked(packed.to(device, non_blocking=True))
-
-
-class Replay:
-    """The last `buffer_size` frames of all games, each stored once, drawn by priority, with n-step returns.
-
-    Every game of every collector has its own row of slots, written in time order and round and round. A slot is the
-    newest frame before a step, its action, reward and end; the frame after the last step of a game gets a slot too,
-    which no transition starts from. So the n-step successor of a slot lies at most n slots ahead, and its other frames
-    lie just before it. A slot can be drawn once n more have followed and until the frames before it are overwritten:
-    outside that time its priority is 0.
+    Every game of every collector has `capacity` slots of its own, written in time order and round and round. A slot is
+    the newest frame before a step, its action, reward and end; the frame after the last step of a game gets a slot too,
+    with FINAL as its end. So the n-step successor of a slot lies at most n slots ahead, and the other frames of its
+    stack lie just before it, back to a FINAL one. A slot can be sampled once n more have followed and until the frames
+    before it are overwritten: outside that time its priority is 0.
     """
 
-    # Priorities are summed by blocks; drawing looks at the sums, then into one block. With 32 of 100,000 slots, drawing
+    # Priorities are summed by blocks; sampling searches the sums, then one block. With 32 of 100,000 slots, sampling
     # and new priorities take 0.10 ms on one core; the 17 levels of a sum tree, one after the other, take 0.52.
     BLOCK = 256
 
     def __init__(self, args: Args, device: torch.device) -> None:
-        self.games = max(args.num_collectors, 1) * args.envs_per_collector
-        self.rows, self.stack, self.size = args.buffer_size // self.games, args.stack, args.size
-        self.n_step, self.alpha, self.actions = args.n_step, args.alpha, args.actions
-        slots = self.games * self.rows
         check_memory("--buffer-size", args.buffer_size, self.slot_bytes(args), device)
-
-        def ring(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype, device=device)
-
-        self.frame, self.action, self.reward = ring(torch.uint8, args.size**2), ring(torch.int8), ring(torch.float32)
-        self.end, self.depth, self.starts = ring(torch.uint8), ring(torch.uint8), ring(torch.bool)
-        self.priority = torch.zeros(-(-slots // self.BLOCK) * self.BLOCK, device=device)  # |TD error| ** alpha
-        self.top = torch.ones((), device=device)
-        self.written = np.zeros(self.games, np.int64)  # slots, by game
-        self.device, self.kib = device, self.slot_bytes(args) / 1024
-        self.back = torch.arange(args.stack - 1, -1, -1, device=device)
-        self.ahead = torch.arange(args.n_step + 1, device=device)
-        self.discounts = args.gamma ** self.ahead.float()
+        self.num_games = max(args.num_collectors, 1) * args.envs_per_collector
+        self.capacity = args.buffer_size // self.num_games
+        self.stack = args.stack
+        self.size = args.size
+        self.n_step = args.n_step
+        self.alpha = args.alpha
+        self.num_actions = args.actions
+        self.device = device
+        slots = self.num_games * self.capacity
+        num_blocks = math.ceil(slots / self.BLOCK)
+        self.frame = torch.zeros(slots, args.size**2, dtype=torch.uint8, device=device)
+        self.action = torch.zeros(slots, dtype=torch.int8, device=device)
+        self.reward = torch.zeros(slots, device=device)
+        self.end = torch.full((slots,), FINAL, dtype=torch.uint8, device=device)
+        self.priority = torch.zeros(num_blocks * self.BLOCK, device=device)  # |TD error| ** alpha
+        self.max_priority = torch.ones((), device=device)
+        self.position = np.zeros(self.num_games, np.int64)  # slots ever written, by game
+        self.frame_ages = torch.arange(args.stack, device=device)
+        self.step_offsets = torch.arange(args.n_step, device=device)
+        self.discounts = args.gamma ** torch.arange(args.n_step + 1, device=device).float()
 
     @staticmethod
     def slot_bytes(args: Args) -> int:
         return args.size**2 + 12
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        names = "frame action reward end depth starts priority top".split()
-        return {name: getattr(self, name) for name in names} | {"written": torch.from_numpy(self.written)}
+        names = ["frame", "action", "reward", "end", "priority", "max_priority"]
+        state = {name: getattr(self, name) for name in names}
+        state["position"] = torch.from_numpy(self.position)
+        return state
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
-        """Raises ValueError, before anything is changed, for values that no replay has."""
-        priority, starts = saved["priority"], saved["starts"]
-        for name, highest in (("action", self.actions - 1), ("end", TERMINATED), ("depth", self.stack - 1)):
-            if not 0 <= int(saved[name].min()) <= int(saved[name].max()) <= highest:
-                raise ValueError(f"{name} must be 0 to {highest}")
-        if priority.min() < 0 or saved["top"] <= 0 or priority[: len(starts)][~starts].any():
-            raise ValueError("priority must be above 0 where transitions start, else 0")
-        if priority[len(starts) :].any() or saved["written"].min() < 0:
-            raise ValueError("priority and written must be of slots that there are")
+        """Raises ValueError, before anything is changed, for values that no replay buffer has."""
+        if saved["action"].min() < 0 or saved["action"].max() >= self.num_actions:
+            raise ValueError(f"actions must be 0 to {self.num_actions - 1}")
+        if saved["end"].max() > FINAL:
+            raise ValueError(f"ends must be 0 to {FINAL}")
+        if saved["position"].min() < 0 or saved["priority"].min() < 0 or saved["max_priority"] <= 0:
+            raise ValueError("positions and priorities must not be negative")
+        num_slots = len(self.end)
+        no_step = saved["end"] == FINAL
+        if saved["priority"][:num_slots][no_step].any() or saved["priority"][num_slots:].any():
+            raise ValueError("priorities must be 0 where no step is")
         for name, tensor in self.state_dict().items():
             tensor.copy_(saved[name])
 
-    def store(self, first: int, block: dict[str, torch.Tensor]) -> None:
-        """Blocks (blocks, games, ...) of the collector whose first game is `first`, as `Ring.fields` has them."""
-        end, length = block["end"].numpy(), block["length"].numpy()
-        over, begins = end != GOES_ON, length == 1
-        game = first + np.broadcast_to(np.arange(end.shape[1]), end.shape)
-        row = self.written[game] + np.arange(len(end))[:, None] + over.cumsum(0) - over
-        depth = np.minimum(length - 1, self.stack - 1)
-        # The slots of the steps, then those of the final frames.
-        games = np.concatenate([game.ravel(), game[over]])
-        rows = np.concatenate([row.ravel(), row[over] + 1])
-        depths = np.concatenate([depth.ravel(), np.minimum(depth[over] + 1, self.stack - 1)])
+    def slot(self, game: np.ndarray, position: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(game * self.capacity + position % self.capacity)
 
-        def slot(game: np.ndarray, row: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(game * self.rows + row % self.rows)
-
-        new = {
+    def add(self, first_game: int, block: dict[str, torch.Tensor]) -> None:
+        """Blocks (blocks, games, ...) of the collector whose first game is `first_game`."""
+        end = block["end"].numpy()
+        num_blocks, num_games = end.shape
+        done = end != RUNNING
+        is_first_step = block["length"].numpy() == 1
+        finals_before = done.cumsum(0) - done  # a finished game took one slot more
+        game = first_game + np.broadcast_to(np.arange(num_games), end.shape)
+        position = self.position[game] + np.arange(num_blocks)[:, None] + finals_before
+        slot_games = np.concatenate([game.ravel(), game[done]])  # of the steps, then of the final frames
+        slot_positions = np.concatenate([position.ravel(), position[done] + 1])
+        data = {
             "frame": block["frame"].flatten(2).flatten(0, 1),
-            "final": block["final"][torch.from_numpy(over)].flatten(1),
-            "action": block["action"].flatten().to(self.action.dtype),
+            "final_frame": block["final_frame"][torch.from_numpy(done)].flatten(1),
+            "action": block["action"].flatten(),
             "reward": block["reward"].flatten(),
-            "end": block["end"].flatten().to(self.end.dtype),
-            "depth": torch.from_numpy(depths.astype(np.uint8)),
-            "slot": slot(games, rows),
-            "incomplete": slot(games, rows + self.stack - 1),  # older frames of theirs are overwritten
-            "ready": slot(games, rows - self.n_step),
-            "newest": slot(game[begins], row[begins] - 1),
-            "before": slot(game[begins], row[begins] - 2),
+            "end": block["end"].flatten(),
+            "slot": self.slot(slot_games, slot_positions),
+            "incomplete_slot": self.slot(slot_games, slot_positions + self.stack - 1),  # older frames are overwritten
+            "complete_slot": self.slot(slot_games, slot_positions - self.n_step),  # the n-step successor is there
+            "last_slot": self.slot(game[is_first_step], position[is_first_step] - 1),
+            "second_last_slot": self.slot(game[is_first_step], position[is_first_step] - 2),
         }
-        new = to_device(new, self.device)  # from here on nothing comes from the CPU: each copy would wait for the GPU
-        at, last = new["slot"].split([end.size, int(over.sum())])
-        self.frame[at] = new["frame"]
-        self.frame[last] = new["final"]
-        self.action[at] = new["action"]
-        self.reward[at] = new["reward"]
-        self.end[at] = new["end"]
-        self.end.index_fill_(0, last, GOES_ON)
-        self.depth[new["slot"]] = new["depth"]
-        self.starts.index_fill_(0, at, True)
-        self.starts.index_fill_(0, last, False)
+        data = to_device(data, self.device)  # from here on nothing comes from the CPU: each copy would wait for the GPU
+        step_slot, final_slot = data["slot"].split([end.size, int(done.sum())])
+        self.frame[step_slot] = data["frame"]
+        self.frame[final_slot] = data["final_frame"]
+        self.action[step_slot] = data["action"]
+        self.reward[step_slot] = data["reward"]
+        self.end[step_slot] = data["end"]
+        self.end.index_fill_(0, final_slot, FINAL)
+        self.cut_games(data["last_slot"], data["second_last_slot"])
+        self.priority.index_fill_(0, data["slot"], 0)
+        self.priority.index_fill_(0, data["incomplete_slot"], 0)
+        complete_slot = data["complete_slot"]
+        self.priority[complete_slot] = self.max_priority * (self.end[complete_slot] != FINAL)
+        self.position[first_game : first_game + num_games] += num_blocks + done.sum(0)
 
-        # A game whose collector died is cut off where the next one begins: its newest slot, which no final frame
-        # follows, is an observation only, and the step that led there its last.
-        newest, before = new["newest"], new["before"]
-        cut = self.starts[newest] & (self.end[newest] == GOES_ON)
-        self.starts[newest] = self.starts[newest] & ~cut
-        self.end[before] = torch.where(cut, self.end[before].clamp(min=TRUNCATED), self.end[before])
+    def cut_games(self, last_slot: torch.Tensor, second_last_slot: torch.Tensor) -> None:
+        """Truncate games whose collector died: their last step before a new game is RUNNING, and no frame follows it.
 
-        self.priority.index_fill_(0, new["slot"], 0)
-        self.priority.index_fill_(0, new["incomplete"], 0)
-        self.priority[new["ready"]] = self.top * self.starts[new["ready"]]
-        self.written[first : first + end.shape[1]] += len(end) + over.sum(0)
+        So its frame becomes the final one, and the step before it the game's last.
+        """
+        last_end = self.end[last_slot]
+        second_last_end = self.end[second_last_slot]
+        is_cut = last_end == RUNNING
+        self.end[last_slot] = last_end.masked_fill(is_cut, FINAL)
+        self.end[second_last_slot] = torch.where(is_cut, second_last_end.clamp(min=TRUNCATED), second_last_end)
 
-    def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
-        """`batch_size` slots, each with its share of the priorities, one from every part of their sum."""
+    def sample_slots(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
+        """Slots in proportion to their priorities: one from each of `batch_size` equal parts of their sum."""
         blocks = self.priority.view(-1, self.BLOCK)
-        sums = blocks.sum(1).double()
-        ends = sums.cumsum(0)
-        parts = torch.arange(batch_size, device=self.device)
-        parts = parts + torch.rand(batch_size, generator=generator, device=self.device, dtype=torch.float64)
-        at = parts / batch_size * ends[-1] * (1 - 1e-12)
-        block = torch.searchsorted(ends, at, right=True)
-        inside = blocks[block].double().cumsum(1)
-        rest = torch.minimum(at - ends[block] + sums[block], inside[:, -1] * (1 - 1e-12)).clamp(min=0)
-        return block * self.BLOCK + (inside <= rest[:, None]).sum(1)
+        block_sum = blocks.sum(1).double()
+        block_end = block_sum.cumsum(0)
+        part = torch.arange(batch_size, device=self.device)
+        part = part + torch.rand(batch_size, generator=generator, device=self.device, dtype=torch.float64)
+        target = part / batch_size * block_end[-1] * (1 - 1e-12)
+        block = torch.searchsorted(block_end, target, right=True)
+        slot_end = blocks[block].double().cumsum(1)
+        target_in_block = target - block_end[block] + block_sum[block]
+        target_in_block = torch.minimum(target_in_block, slot_end[:, -1] * (1 - 1e-12)).clamp(min=0)
+        slot_in_block = (slot_end <= target_in_block[:, None]).sum(1)
+        return block * self.BLOCK + slot_in_block
 
-    def look(self, first: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """(B, stack, size, size): the frame at each row of the game whose slots begin at `first`, and those before."""
-        depth = self.depth[first + row % self.rows][:, None].long()
-        at = first[:, None] + (row[:, None] - self.back.minimum(depth)) % self.rows
-        return self.frame.index_select(0, at.flatten()).view(-1, self.stack, self.size, self.size)
+    def stack_frames(self, first_slot: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Observations (B, stack, size, size) at these positions of the games whose slots begin at `first_slot`."""
+        older_slot = first_slot[:, None] + (position[:, None] - self.frame_ages[1:]) % self.capacity
+        frames_before = (self.end[older_slot] != FINAL).cumprod(1).sum(1)  # of the same game
+        age = self.frame_ages.minimum(frames_before[:, None]).flip(1)  # a new game's stack is filled with its first
+        slot = first_slot[:, None] + (position[:, None] - age) % self.capacity
+        frames = self.frame.index_select(0, slot.flatten())
+        return frames.view(-1, self.stack, self.size, self.size)
 
-    def gather(self, slot: torch.Tensor) -> list[torch.Tensor]:
-        """obs, action, reward, discount and next_obs of the transitions that start at these slots (B,)."""
-        row = slot % self.rows
-        first = slot - row
-        ahead = first[:, None] + (row[:, None] + self.ahead[:-1]) % self.rows
-        end = self.end[ahead]
-        counts = F.pad((end == GOES_ON)[:, :-1].long().cumprod(1), (1, 0), value=1)
-        steps = counts.sum(1)
-        reward = (self.reward[ahead] * counts * self.discounts[:-1]).sum(1)
-        discount = self.discounts[steps] * ~((end == TERMINATED) & (counts == 1)).any(1)
-        frames = self.look(torch.cat([first, first]), torch.cat([row, row + steps]))
-        obs, next_obs = frames.split(len(slot))
+    def transitions_at(self, slot: torch.Tensor) -> list[torch.Tensor]:
+        """obs, action, reward, discount and next_obs of the n-step transitions that start at these slots (B,)."""
+        position = slot % self.capacity
+        first_slot = slot - position
+        step_slot = first_slot[:, None] + (position[:, None] + self.step_offsets) % self.capacity  # (B, n)
+        end = self.end[step_slot]
+        is_running = (end == RUNNING)[:, :-1]
+        in_return = F.pad(is_running.cumprod(1), (1, 0), value=1)  # 1 up to the first end
+        num_steps = in_return.sum(1)
+        reward = (self.reward[step_slot] * in_return * self.discounts[:-1]).sum(1)
+        last_end = end.gather(1, num_steps[:, None] - 1).squeeze(1)
+        discount = self.discounts[num_steps] * (last_end != TERMINATED)
+        both_slots = torch.cat([first_slot, first_slot])
+        both_positions = torch.cat([position, position + num_steps])
+        obs, next_obs = self.stack_frames(both_slots, both_positions).split(len(slot))
         return [obs, self.action[slot], reward, discount, next_obs]
 
     def sample(self, batch_size: int, generator: torch.Generator, beta: torch.Tensor) -> list[torch.Tensor]:
-        """What `gather` gives, importance weights (Schaul et al. 2016, section 3.4; largest 1), and the slots."""
-        slot = self.draw(batch_size, generator)
+        """`transitions_at`, importance weights (Schaul et al. 2016, section 3.4; the largest is 1), and the slots."""
+        slot = self.sample_slots(batch_size, generator)
         priority = self.priority[slot]
-        return [*self.gather(slot), (priority / priority.min()) ** -beta, slot]
+        importance = (priority / priority.min()) ** -beta
+        return [*self.transitions_at(slot), importance, slot]
 
-    def judge(self, slot: torch.Tensor, td_error: torch.Tensor) -> None:
-        """New priorities; the highest ever is what new transitions get."""
+    def update_priorities(self, slot: torch.Tensor, td_error: torch.Tensor) -> None:
+        """New transitions get the highest priority so far."""
         priority = (td_error.abs().nan_to_num(0, 0) + 1e-3) ** self.alpha
         self.priority[slot] = priority
-        self.top.copy_(torch.maximum(self.top, priority.max()))
+        self.max_priority.copy_(torch.maximum(self.max_priority, priority.max()))
 
 
 @torch.no_grad()
@@ -893,34 +765,38 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
     one level, and as many starts as frames without action at the beginning, --noop-max + 1, the same as in training:
     100 games of it are some 30 different ones.
     """
-    games, most = [], 1 if args.env_id == "SuperMarioBros" else EVAL_LANES
-    for first in range(0, episodes, most):
-        lanes = min(most, episodes - first)
-        envs = make_envs(args, lanes, EVAL_SEED, first, UNSEEN_LEVELS)
-        obs, playing, action = envs.reset(), np.arange(lanes), np.zeros(lanes, np.int64)
+    lanes = 1 if args.env_id == "SuperMarioBros" else EVAL_LANES
+    games = []
+    for first in range(0, episodes, lanes):
+        num_envs = min(lanes, episodes - first)
+        envs = make_envs(args, num_envs, EVAL_SEED, first, UNSEEN_LEVELS)
+        obs = envs.reset()
+        action = np.zeros(num_envs, np.int64)
+        playing = np.arange(num_envs)
         while len(playing):
             action[playing] = q_network(torch.from_numpy(obs[playing]).to(device)).argmax(1).cpu()
             obs, _, terminated, truncated, info = envs.step(action)
             done = (terminated | truncated)[playing]
-            games += zip(*(info[name][playing[done]] for name in EPISODE))
+            for lane in playing[done]:
+                games.append([info[name][lane] for name in STATISTICS])
             playing = playing[~done]
         del envs  # and with it the emulator: a process can hold one only
-    distance, flag, score, _, returned = np.array(games, float).T
+    distance, flag, score, _, episodic_return = np.array(games, float).T
     return {
         "eval_score_mean": score.mean().item(),
         "eval_score_median": np.median(score).item(),
         "eval_score_max": score.max().item(),
         "eval_flags": flag.mean().item(),
         "eval_distance_mean": distance.mean().item(),
-        "eval_return_mean": returned.mean().item(),
+        "eval_return_mean": episodic_return.mean().item(),
         "eval_episodes": episodes,
     }
 
 
 def watch_game(q_network: QNetwork, args: Args, device: torch.device, render_mode: str) -> Iterator:
     """Frames of one greedy game."""
-    game = SuperMarioBrosEnv if args.env_id == "SuperMarioBros" else MarioEnv
-    env = game(render_mode, **settings_of(args, UNSEEN_LEVELS))
+    env_class = SuperMarioBrosEnv if args.env_id == "SuperMarioBros" else MarioEnv
+    env = env_class(render_mode, **settings_of(args, UNSEEN_LEVELS))
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> int:
@@ -942,7 +818,7 @@ def evaluate_run(q_network: QNetwork, args: Args, device: torch.device) -> dict[
     """--evaluate: one game in the terminal (--render), or the scores of many games and a GIF (--video)."""
     path, checkpoint = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
     expected = {"q_network": q_network.state_dict()}
-    check_layout(f"--evaluate {args.evaluate}", checkpoint, expected, SHAPES)
+    check_layout(f"--evaluate {args.evaluate}", checkpoint, expected, SHAPE_FLAGS)
     q_network.load_state_dict(checkpoint["q_network"])
     if args.render:
         show_in_terminal(watch_game(q_network, args, device, "ansi"), MarioEnv.metadata["render_fps"])
@@ -1350,9 +1226,6 @@ def check_layout(asked: str, checkpoint: dict[str, Any], expected: dict[str, Any
             fail(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
 
 
-# the tensor that the loop writes to, not a copy
-
-
 def copy_tensors(target: dict[str, Any], saved: dict[str, Any]) -> None:
     """Into the tensors of `target`, which is laid out as `saved` is."""
     for name, value in target.items():
@@ -1389,9 +1262,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
+# ----------------------------------------------------------------------------------------------------- the run
+
+
 @restore_process()
 def main(args: Args) -> dict:
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     interrupts = Interrupts()
     device = pick_device(args.device)
     args = fill_defaults(args, device)
@@ -1405,35 +1281,44 @@ def main(args: Args) -> dict:
             return evaluate_run(q_network, args, device)
         return {}
 
-    # --- what a run is made of ------------------------------------------------------------------------------------
+    # --- networks, replay and collectors --------------------------------------------------------------------------
     target_network = QNetwork(args, device).requires_grad_(False)
     target_network.load_state_dict(q_network.state_dict())
-    weights, target_weights = list(q_network.parameters()), list(target_network.parameters())
-    replay = Replay(args, device)
-    graphs = args.cudagraph and device.type == "cuda"
+    weights = list(q_network.parameters())
+    target_weights = list(target_network.parameters())
+    replay = ReplayBuffer(args, device)
+    use_graphs = args.cudagraph and device.type == "cuda"
     learning_rate = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.AdamW(
-        weights, lr=learning_rate, weight_decay=args.weight_decay, fused=True, capturable=graphs
+        weights, lr=learning_rate, weight_decay=args.weight_decay, fused=True, capturable=use_graphs
     )
     init_adam(optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     generator = torch.Generator(device).manual_seed(args.seed)
     beta = torch.tensor(args.beta, device=device)
-    learned = torch.zeros(2, device=device)  # sums of loss and q since the last log
-    samples, games = args.batch_size * args.accumulate, args.envs_per_collector
+    loss_and_q_sum = torch.zeros(2, device=device)  # since the last log
+    broadcast = Broadcast(parameters_to_vector(weights).detach())
+    # In turn, what is played next must not depend on how long a copy takes: the seed decides all of the run.
+    publisher = Publisher(broadcast, asynchronous=device.type == "cuda" and args.num_collectors > 0)
+    rings = [Ring(args.ring_blocks, block_fields(args)) for _ in range(max(args.num_collectors, 1))]
+    collectors = Collectors(partial(collector_main, args), rings[: args.num_collectors], broadcast)
+    games = args.envs_per_collector
+    samples_per_update = args.batch_size * args.accumulate
     timer = PhaseTimer(device)
-
-    # --- a new run, or the rest of one ----------------------------------------------------------------------------
-    global_step, updates, owed, seconds_before, starts = 0, 0, 0.0, 0.0, 0
-    fleet = None
+    global_step = 0  # transitions stored
+    updates = 0
+    samples_due = 0.0  # that the replay ratio asks for and no update has used
+    seconds_before = 0.0  # of the run that is resumed
 
     def elapsed() -> float:
-        return seconds_before + time.perf_counter() - started
+        return seconds_before + time.perf_counter() - start_time
 
     def progress() -> float:
-        share = max(global_step / (args.total_timesteps or math.inf), elapsed() / (args.max_seconds or math.inf))
-        return min(share, 1)
+        by_steps = global_step / args.total_timesteps if args.total_timesteps else 0
+        by_seconds = elapsed() / args.max_seconds if args.max_seconds else 0
+        return min(max(by_steps, by_seconds), 1)
 
+    # --- checkpoints ----------------------------------------------------------------------------------------------
     def run_state() -> dict[str, Any]:
         """All there is to a run but its games, as tensors and plain values."""
         state = {
@@ -1441,60 +1326,67 @@ def main(args: Args) -> dict:
             "target_network": target_network.state_dict(),
             "optimizer": optimizer.state_dict()["state"],
             "scaler": scaler.state_dict(),
-            "device": device.type,  # of the generator
+            "device": device.type,
             "generator": generator.get_state(),
             "global_step": global_step,
             "updates": updates,
-            "owed": owed,
+            "samples_due": samples_due,
             "elapsed": elapsed(),
-            "starts": fleet.starts if fleet else starts,  # of collectors: each plays other games
+            "starts": collectors.starts,
         }
-        return state | ({"replay": replay.state_dict()} if args.checkpoint_replay else {})
+        if args.checkpoint_replay:
+            state["replay"] = replay.state_dict()
+        return state
 
-    def load_run_state(saved: dict[str, Any]) -> None:
+    def load_run_state(checkpoint: dict[str, Any]) -> None:
         """Checks everything first: what does not fit is refused before anything is changed."""
-        nonlocal global_step, updates, owed, seconds_before, starts
-        asked, expected = f"--resume {args.resume}", run_state()
-        if args.checkpoint_replay and "replay" not in saved:
-            del expected["replay"]
-        if not (saved.get("scaler") and expected["scaler"]):  # only float16 has something there
+        nonlocal global_step, updates, samples_due, seconds_before
+        asked = f"--resume {args.resume}"
+        same_device = checkpoint.get("device") == device.type
+        expected = run_state()
+        if not (checkpoint.get("scaler") and expected["scaler"]):  # only float16 has something there
             del expected["scaler"]
-        same_device = saved.get("device") == device.type
-        if not same_device:
-            del expected["device"], expected["generator"]
-        flags = SHAPES + (" and --buffer-size, --num-collectors, --envs-per-collector" if "replay" in expected else "")
-        check_layout(asked, saved, expected, flags)
+        if not same_device:  # random numbers are of another kind there
+            del expected["device"]
+            del expected["generator"]
+        if "replay" not in checkpoint:
+            expected.pop("replay", None)
+        flags = SHAPE_FLAGS
+        if "replay" in expected:
+            flags += " and --buffer-size, --num-collectors, --envs-per-collector"
+        check_layout(asked, checkpoint, expected, flags)
         try:
             if same_device:
-                torch.Generator(device).set_state(saved["generator"])
+                torch.Generator(device).set_state(checkpoint["generator"])
             if "replay" in expected:
-                replay.load_state_dict(saved["replay"])
+                replay.load_state_dict(checkpoint["replay"])
         except (RuntimeError, ValueError) as error:
             fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
-        global_step = saved["global_step"]
-        updates = saved["updates"]
-        seconds_before = saved["elapsed"]
-        starts = saved["starts"]
+
+        global_step = checkpoint["global_step"]
+        updates = checkpoint["updates"]
+        seconds_before = checkpoint["elapsed"]
+        collectors.starts = checkpoint["starts"]
         if progress() >= 1:
-            over = f"its run is over after {global_step:,} steps and {elapsed():.0f} s"
-            fail(f"{asked}: {over}; a larger --total-timesteps or --max-seconds works")
+            advice = "a larger --total-timesteps or --max-seconds works"
+            fail(f"{asked}: its run is over after {global_step:,} steps and {elapsed():.0f} s; {advice}")
         for name in ("q_network", "target_network", "optimizer"):
-            copy_tensors(expected[name], saved[name])
+            copy_tensors(expected[name], checkpoint[name])
         if "scaler" in expected:
-            scaler.load_state_dict(saved["scaler"])
+            scaler.load_state_dict(checkpoint["scaler"])
         if same_device:
-            generator.set_state(saved["generator"])
+            generator.set_state(checkpoint["generator"])
         else:
             say("the random numbers begin anew: those of the checkpoint are of another kind of device")
         if "replay" in expected:
-            owed = saved["owed"]
-        else:  # and nothing is owed, as there is nothing to learn from
+            samples_due = checkpoint["samples_due"]
+        else:  # no samples are due, as there is nothing to learn from
             say("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
 
     folder = None
     if args.resume is not None:
-        path, saved = load_checkpoint("--resume", args.resume, args.run_dir)
-        load_run_state(saved)
+        path, checkpoint = load_checkpoint("--resume", args.resume, args.run_dir)
+        load_run_state(checkpoint)
         folder = path.parent
         write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
         for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
@@ -1504,143 +1396,102 @@ def main(args: Args) -> dict:
             import wandb
         except ImportError:
             fail("--wandb: its package is missing; pip install wandb")
-    folder = folder or make_run_folder(args)
+    if folder is None:
+        folder = make_run_folder(args)
     if args.wandb:
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-
-    first_step, first_update, scores, waits = global_step, updates, {}, deque(maxlen=100_000)
-    seen, seen_in_all = Counter(), Counter()  # since the last log, and until then
-    stored = np.zeros(max(args.num_collectors, 1), np.int64)  # steps in the replay, by collector, of this part of a run
     writer = SummaryWriter(folder, purge_step=global_step)
     writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
+
+    # --- what the user is told at the start -----------------------------------------------------------------------
     precision = str(dtype).removeprefix("torch.")
-    threads = f"cpu, {torch.get_num_threads()} threads"
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    device_name = f"cpu, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
     say(f"{folder} on {device_name} in {precision}")
-    if not args.bf16 and device.type == "cpu" and bf16_speedup() > 1.2:
-        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
     if device.type == "cuda" and not (args.bf16 and args.cudagraph):
         say("on CUDA --bf16 and --cudagraph should make it faster; no GPU has measured it yet")
+    if device.type == "cpu" and not args.bf16 and bf16_speedup() > 1.2:
+        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
     if args.num_collectors > CORES:
         say(f"--num-collectors {args.num_collectors}: there are {CORES} cores, so they and the learner take turns")
-    if not ORDERED:
-        say(f"{platform.machine()} may reorder stores: unlike on x86-64, rings and weights are guarded by locks")
-    plays = f"{games} games" + (f" in each of {args.num_collectors} collectors" if args.num_collectors else " in turn")
-    every = f"every {samples / args.replay_ratio:g} steps or later (replay ratio {args.replay_ratio:g} or less)"
-    say(f"{plays}; {every} an update on {samples} of the last {replay.games * replay.rows:,} frames")
+    players = f"{args.num_collectors} collectors with {games} games each"
+    if args.num_collectors == 0:
+        players = f"{games} games, in turn with learning"
+    steps_per_update = samples_per_update / args.replay_ratio
+    say(
+        f"{players}; every {steps_per_update:g} steps or later (replay ratio {args.replay_ratio:g} or less) an update "
+        f"on {samples_per_update} of the last {replay.num_games * replay.capacity:,} frames"
+    )
 
-    def due(what: str) -> bool:
-        every = getattr(args, f"{what}_every")
-        if every == 0 or elapsed() < last[what] + every:
-            return False
-        last[what] = elapsed()
-        return True
+    # --- what the loop does, in its order -------------------------------------------------------------------------
+    stats = Counter()  # sums since the last log
+    total_stats = Counter()  # sums until the last log
+    steps_stored = [0] * len(rings)  # by collector, in this part of a run
+    untimed_steps = 0
 
-    def collected(seen: Counter) -> dict[str, Any]:
-        """What became of the collectors' steps. They count what they produce, the learner counts what it stores.
+    def steps_collected() -> int:
+        return games * sum(ring.steps.item() for ring in rings)
 
-        A collector that ends between a step and its push loses that step, so `lost` is at most one for each start.
-        """
-        by_collector = []
-        for number, ring in enumerate(fleet.rings):
-            steps, in_flight = ring.counts()
-            by_collector.append([games * steps, int(stored[number]), games * in_flight])
-        produced, new, in_flight = np.sum(by_collector, 0).tolist()
-        seconds = seen["wait"] + seen["act"] + seen["env"]
-        return {
-            "produced": first_step + produced,
-            "stored": first_step + new,
-            "in_flight": in_flight,
-            "lost": produced - new - in_flight,
-            "by_collector": by_collector,
-            "wait_fraction": seen["wait"] / (seconds or math.inf),
-            "producer_wait_ms_mean": 1000 * seen["wait"] / max(seen["blocks"], 1),
-            "producer_wait_ms_p95": 1000 * float(np.percentile(waits or [0], 95)),  # of the last 100,000 blocks
-            "failed_pushes": sum(ring.failed.item() for ring in fleet.rings),
-            "ring_fill": seen["fill"] / max(seen["reads"], 1),
-            "weight_age": seen["age"] / max(seen["reads"], 1),
-            "restarts": fleet.restarts,
-        }
+    @contextmanager
+    def untimed() -> Iterator[None]:
+        """What happens in here counts into no speed: neither its seconds nor the steps that are collected meanwhile."""
+        nonlocal untimed_steps
+        steps_before = steps_collected()
+        yield
+        untimed_steps += steps_collected() - steps_before
+        timer.lap()
 
-    def save() -> None:
-        if not all(weight.isfinite().all() for weight in weights):
-            return print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
-        header = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
-        state = {**header, "collected": collected(seen_in_all), **run_state()}
-        save_checkpoint(folder / "checkpoint.pt", state)
+    def restart_dead() -> None:
+        """Collectors that cannot be replaced end the run, but not before it is saved."""
+        try:
+            collectors.restart_dead()
+        except OSError as error:
+            if updates > first_update:
+                save()
+            fail(f"--num-collectors {args.num_collectors}: {error}")
 
-    def count_steps(timed: bool) -> None:
-        """Steps made since the last call count into speeds only if the seconds since then do."""
-        nonlocal counted
-        produced = games * sum(ring.steps.item() for ring in fleet.rings)
-        seen["steps"] += timed * (produced - counted)
-        counted = produced
+    def store() -> int:
+        """Whole blocks from every ring into the replay. Gives the number of transitions."""
+        new_steps = 0
+        for number, ring in enumerate(rings):
+            block = ring.read()
+            blocks = len(block["end"])
+            if blocks == 0:
+                continue
+            replay.add(number * games, block)
+            count_block(block)
+            stats["ring_fill"] += blocks / ring.num_blocks
+            ring.release(blocks)
+            steps_stored[number] += blocks * games
+            new_steps += blocks * games
+        return new_steps
 
-    def log() -> None:
-        count_steps(True)
-        seconds = timer.read()
-        steps, learns, wall = seen["steps"], seen["updates"], sum(seconds.values()) or math.inf
-        counts, ended, blocks = collected(seen), max(seen["games"], 1), max(seen["blocks"], 1)
-        distance, flags, score, length, returned = (seen[name] / ended for name in EPISODE)
-        loss, q = learned.tolist()
-        learned.zero_()
-        scalars = {
-            "charts/SPS": steps / wall,
-            "charts/updates_per_second": learns / wall,
-            "charts/samples_per_second": learns * samples / wall,
-            "charts/replay_ratio": learns * samples / (seen["blocks"] * games or math.inf),
-            "charts/epsilon": np.mean([ring.epsilon.item() for ring in fleet.rings]).item(),
-            "losses/learning_rate": learning_rate.item(),
-            "perf/rollout_fraction": 1 - seconds["learn"] / wall,
-            "perf/epoch_ms": 1000 * wall * args.sync_every / max(learns, 1),
-            "perf/act_ms": 1000 * seen["act"] / blocks,
-            "perf/env_ms": 1000 * seen["env"] / blocks,
-        }
-        for n, numbers in enumerate(counts.pop("by_collector")):
-            counts |= {f"{name}_{n}": number for name, number in zip(COUNTS, numbers)}
-        scalars |= {f"collect/{name}": value for name, value in counts.items()}
-        scalars |= {f"perf/{phase}_ms": 1000 * spent * games / (steps or math.inf) for phase, spent in seconds.items()}
-        if seen["games"]:
-            scalars |= {"charts/score": score, "charts/episodic_length": length, "charts/episodic_return": returned}
-            scalars |= {"charts/distance": distance, "charts/flags": flags}
-        if learns:
-            scalars |= {"losses/td_loss": loss / learns, "losses/q_values": q / learns}
-        if device.type == "cuda":
-            scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
-            with suppress(Exception):  # NVML missing, or an error of its own
-                scalars["perf/gpu_util"] = torch.cuda.utilization(device)
-        write_scalars(writer, scalars, global_step)
-        line = "[COLLECT] " + "  ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in COUNTS)
-        line += f"  steps/s {steps / wall:,.0f}  waited {counts['wait_fraction']:.0%} of the time  "
-        line += f"ring {counts['ring_fill']:.0%}  weights {counts['weight_age']:.1f} updates old"
-        say(f"{line}  games {seen['games']:.0f}  distance {distance:.0f}  flags {flags:.0%}  reward {returned:.2f}")
-        line = f"[TRAIN]   {progress():4.0%}  updates {updates:,}  updates/s {learns / wall:.1f}  ratio "
-        line += f"{scalars['charts/replay_ratio']:.2f}  loss {loss / max(learns, 1):.4f}  q {q / max(learns, 1):.2f}  "
-        say(f"{line}epsilon {scalars['charts/epsilon']:.3f}  greedy flags {scores.get('eval_flags', math.nan):.0%}")
-        if not 0 <= counts["lost"] <= games * fleet.starts:
-            starts_so_far = f"{counts['lost']:,} steps lost by {fleet.starts} collectors"
-            print(f"{folder}: collectors and learner do not count the same: {starts_so_far}", file=sys.stderr)
-        seen_in_all.update(seen)
-        seen.clear()
-        if not math.isfinite(loss):
-            fail(f"--learning-rate {args.learning_rate:g}: the loss is {loss} since the last log; a lower one works")
+    def count_block(block: dict[str, torch.Tensor]) -> None:
+        done = block["end"] != RUNNING
+        wait_seconds, act_seconds, env_seconds = block["seconds"].sum(0).tolist()
+        stats["reads"] += 1
+        stats["blocks"] += len(done)
+        stats["wait_seconds"] += wait_seconds
+        stats["act_seconds"] += act_seconds
+        stats["env_seconds"] += env_seconds
+        stats["epsilon"] += block["epsilon"].sum().item()
+        stats["weight_age"] += updates - block["updates"][-1].item()
+        stats["games"] += done.sum().item()
+        for name, values in zip(STATISTICS, block["statistics"][done].T):
+            stats[name] += values.sum().item()
 
-    def test(episodes: int) -> dict[str, float]:
-        scores = evaluate(q_network, args, episodes, device)
-        write_scalars(writer, {name.replace("_", "/", 1): value for name, value in scores.items()}, global_step)
-        return scores
-
-    # --- storing and learning -------------------------------------------------------------------------------------
     def autocast() -> torch.autocast:
         # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
         return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
-    def loss_of(obs, action, reward, discount, next_obs, importance) -> tuple[torch.Tensor, ...]:
+    def td_loss(obs, action, reward, discount, next_obs, importance) -> tuple[torch.Tensor, ...]:
+        """Loss, the mean of the Q-values that it is about, and the TD errors."""
         with torch.no_grad():
-            next_seen = q_network.see(next_obs)
+            next_x = q_network.preprocess(next_obs)
             with autocast():
-                next_q_target = target_network.judge(next_seen)
-                next_q_online = q_network.judge(next_seen) if args.double else next_q_target
+                next_q_target = target_network.q_values(next_x)
+                next_q_online = q_network.q_values(next_x) if args.double else next_q_target
             target = td_target(reward, discount, next_q_target, next_q_online)
         with autocast():
             q = q_network(obs)
@@ -1648,161 +1499,231 @@ def main(args: Args) -> dict:
         loss = (importance * F.smooth_l1_loss(q, target, reduction="none")).mean()
         return loss, q.detach().mean(), q.detach() - target
 
-    def store() -> int:
-        """Whole blocks from every ring into the replay. Gives the number of transitions."""
-        new = 0
-        for number, ring in enumerate(fleet.rings):
-            block = ring.read()
-            blocks = len(block["length"])
-            if not blocks:
-                continue
-            replay.store(number * games, block)
-            ended = block["episode"][block["end"] != GOES_ON]
-            wait, act, env = block["seconds"].sum(0).tolist()
-            waits.extend(block["seconds"][:, 0].tolist())
-            seen.update(dict(zip(EPISODE, ended.sum(0).tolist())), games=len(ended), blocks=blocks, reads=1)
-            age = max(updates - ring.using.item(), 0)
-            seen.update(wait=wait, act=act, env=env, fill=blocks / ring.blocks, age=age)
-            ring.release(blocks)
-            stored[number] += blocks * games
-            new += blocks * games
-        return new
-
     def update() -> None:
         optimizer.zero_grad()
         for _ in range(args.accumulate):
             *batch, slot = replay.sample(args.batch_size, generator, beta)
             loss, q, td_error = loss_step(*batch)
             scaler.scale(loss / args.accumulate).backward()
-            replay.judge(slot, td_error)
-            learned.add_(torch.stack([loss.detach(), q]) / args.accumulate)
+            replay.update_priorities(slot, td_error)
+            loss_and_q_sum.add_(torch.stack([loss.detach(), q]) / args.accumulate)
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
         scaler.step(optimizer)
         scaler.update()
 
-    # --- switches: they wrap `loss_of` and `update` ---------------------------------------------------------------
-    loss_step = loss_of
+    def collection_summary(stats: Counter) -> dict[str, Any]:
+        """What became of the collectors' steps. They count what they produce, the learner counts what it stores.
+
+        A collector that dies between a step and its push loses that step, so `lost` is at most one for each start.
+        """
+        by_collector = []
+        for number, ring in enumerate(rings):
+            blocks_made, blocks_in_flight = ring.counts()
+            by_collector.append([games * blocks_made, steps_stored[number], games * blocks_in_flight])
+        produced, stored, in_flight = np.sum(by_collector, 0).tolist()
+        seconds = stats["wait_seconds"] + stats["act_seconds"] + stats["env_seconds"]
+        return {
+            "produced": first_step + produced,
+            "stored": first_step + stored,
+            "in_flight": in_flight,
+            "lost": produced - stored - in_flight,
+            "by_collector": by_collector,
+            "wait_fraction": stats["wait_seconds"] / (seconds or math.inf),
+            "producer_wait_ms_mean": 1000 * stats["wait_seconds"] / max(stats["blocks"], 1),
+            "ring_fill": stats["ring_fill"] / max(stats["reads"], 1),
+            "weight_age": stats["weight_age"] / max(stats["reads"], 1),
+            "restarts": collectors.restarts,
+        }
+
+    def log() -> None:
+        nonlocal logged_steps, logged_updates
+        timed_steps = steps_collected() - untimed_steps
+        seconds = timer.read()
+        wall_seconds = sum(seconds.values()) or math.inf
+        new_steps = timed_steps - logged_steps
+        new_updates = updates - logged_updates
+        logged_steps = timed_steps
+        logged_updates = updates
+        loss_sum, q_sum = loss_and_q_sum.tolist()
+        loss_and_q_sum.zero_()
+        blocks = max(stats["blocks"], 1)
+        finished = max(stats["games"], 1)
+        epsilon = stats["epsilon"] / blocks
+        replay_ratio = new_updates * samples_per_update / (stats["blocks"] * games or math.inf)
+        scalars = {
+            "charts/SPS": new_steps / wall_seconds,
+            "charts/updates_per_second": new_updates / wall_seconds,
+            "charts/samples_per_second": new_updates * samples_per_update / wall_seconds,
+            "charts/replay_ratio": replay_ratio,
+            "charts/epsilon": epsilon,
+            "losses/learning_rate": learning_rate.item(),
+            "perf/rollout_fraction": 1 - seconds["learn"] / wall_seconds,
+            "perf/act_ms": 1000 * stats["act_seconds"] / blocks,
+            "perf/env_ms": 1000 * stats["env_seconds"] / blocks,
+        }
+        for phase in seconds:
+            scalars[f"perf/{phase}_ms"] = 1000 * seconds[phase] * games / (new_steps or math.inf)
+        summary = collection_summary(stats)
+        for name, value in summary.items():
+            if name != "by_collector":
+                scalars[f"collect/{name}"] = value
+        if stats["games"]:
+            scalars["charts/score"] = stats["score"] / finished
+            scalars["charts/episodic_length"] = stats["length"] / finished
+            scalars["charts/episodic_return"] = stats["return"] / finished
+            scalars["charts/distance"] = stats["distance"] / finished
+            scalars["charts/flags"] = stats["flag"] / finished
+        if new_updates:
+            scalars["losses/td_loss"] = loss_sum / new_updates
+            scalars["losses/q_values"] = q_sum / new_updates
+        if device.type == "cuda":
+            scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
+            with suppress(Exception):  # NVML is missing, or has an error of its own
+                scalars["perf/gpu_util"] = torch.cuda.utilization(device)
+        write_scalars(writer, scalars, global_step)
+        line = f"[COLLECT] produced {summary['produced']:,}  stored {summary['stored']:,}"
+        line += f"  in flight {summary['in_flight']:,}  steps/s {new_steps / wall_seconds:,.0f}"
+        line += f"  waited {summary['wait_fraction']:.0%} of the time  ring {summary['ring_fill']:.0%}"
+        line += f"  weights {summary['weight_age']:.1f} updates old  games {stats['games']}"
+        line += f"  distance {stats['distance'] / finished:.0f}  flags {stats['flag'] / finished:.0%}"
+        say(f"{line}  reward {stats['return'] / finished:.2f}")
+        line = f"[TRAIN]   {progress():4.0%}  updates {updates:,}  updates/s {new_updates / wall_seconds:.1f}"
+        line += f"  ratio {replay_ratio:.2f}  loss {loss_sum / max(new_updates, 1):.4f}"
+        line += f"  q {q_sum / max(new_updates, 1):.2f}  epsilon {epsilon:.3f}"
+        say(f"{line}  greedy flags {scores.get('eval_flags', math.nan):.0%}")
+        total_stats.update(stats)
+        stats.clear()
+        if not 0 <= summary["lost"] <= games * collectors.starts:
+            lost = f"{summary['lost']:,} steps lost by {collectors.starts} collectors"
+            print(f"{folder}: collectors and learner do not count the same: {lost}", file=sys.stderr)
+        if not math.isfinite(loss_sum):
+            fail(
+                f"--learning-rate {args.learning_rate:g}: the loss is {loss_sum} since the last log; a lower one works"
+            )
+
+    def evaluate_and_log(episodes: int) -> dict[str, float]:
+        scores = evaluate(q_network, args, episodes, device)
+        write_scalars(writer, {name.replace("_", "/", 1): score for name, score in scores.items()}, global_step)
+        return scores
+
+    def save() -> None:
+        if not all(weight.isfinite().all() for weight in weights):
+            print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
+            return
+        checkpoint = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
+        checkpoint["collected"] = collection_summary(total_stats)
+        save_checkpoint(folder / "checkpoint.pt", checkpoint | run_state())
+
+    # --- switches: --compile and --cudagraph ----------------------------------------------------------------------
+    loss_step = td_loss
     if args.compile:
-        example = replay.gather(torch.zeros(args.batch_size, dtype=torch.int64, device=device))
+        example = replay.transitions_at(torch.zeros(args.batch_size, dtype=torch.int64, device=device))
         importance = torch.zeros(args.batch_size, device=device)
-        loss_step = try_compile(loss_of, args.compile_mode, *example, importance)
-    if graphs:
+        loss_step = try_compile(td_loss, args.compile_mode, *example, importance)
+    if use_graphs:
         update = CUDAGraphStep(update, generator, timer, scaler)
     elif args.cudagraph:
         say("--cudagraph: needs CUDA; the loop runs without graphs")
 
     # --- the loop -------------------------------------------------------------------------------------------------
-    def flat() -> torch.Tensor:
-        return torch.cat([weight.detach().flatten() for weight in weights])
-
-    def look_after() -> None:
-        """What cannot be replaced ends the run, but not before it is saved."""
-        try:
-            fleet.look_after()
-        except OSError as error:
-            if updates > first_update:
-                save()
-            fail(f"--num-collectors {args.num_collectors}: {error}")
-
-    broadcast = Broadcast(flat())
-    broadcast.publish(flat(), updates)
-    # In turn, what is played next must not depend on how long a copy takes: the seed decides all of the run.
-    publisher = Publisher(broadcast, asynchronous=device.type == "cuda" and args.num_collectors > 0)
-    fleet = Collectors(args, broadcast, starts)
-    in_turn = None if args.num_collectors else Collector(args, 0, starts, fleet.rings[0], broadcast)
-    counted = 0
+    first_step = global_step
+    first_update = logged_updates = updates
+    logged_steps = 0
+    scores = {}
+    broadcast.publish(parameters_to_vector(weights).detach(), updates)
+    local_collector = None
+    if args.num_collectors == 0:
+        local_collector = Collector(args, 0, collectors.starts, rings[0], broadcast)
+        collectors.starts += 1
     try:
-        fleet.start()
-        while fleet.processes and not all(ring.head for ring in fleet.rings) and not interrupts:
-            time.sleep(0.01)  # until all of them play
-            look_after()
-        last = dict.fromkeys(("log", "eval", "checkpoint"), elapsed())
-        write_scalars(writer, {"perf/warmup_s": time.perf_counter() - started}, global_step)
-        count_steps(False)
-        timer.lap()
+        with untimed():
+            collectors.start()
+            while not collectors.all_running() and not interrupts:
+                time.sleep(0.01)
+                restart_dead()
+            write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
+        last_log = last_eval = last_checkpoint = elapsed()
         while progress() < 1 and not interrupts:
             # 1 act and step: the collectors do it meanwhile; without any, it is done here
             broadcast.progress.fill_(progress())
-            if in_turn and owed < samples:
-                in_turn.step()
+            if local_collector is not None and samples_due < samples_per_update:
+                local_collector.step()
                 timer.lap("rollout")
 
             # 2 store
-            look_after()
-            new = store()
-            global_step += new
-            if replay.written.sum() >= args.learning_starts:
-                # What a learner falls behind by more than 100 updates is let go.
-                owed = min(owed + args.replay_ratio * new, 100.0 * samples)
+            restart_dead()
+            new_steps = store()
+            global_step += new_steps
+            if replay.position.sum() >= args.learning_starts:
+                samples_due += args.replay_ratio * new_steps
+                samples_due = min(samples_due, 100.0 * samples_per_update)  # a learner that falls behind drops the rest
             timer.lap("store")
 
             # 3 learn
-            if owed >= samples:
+            if samples_due >= samples_per_update:
                 beta.fill_(args.beta + (1 - args.beta) * progress())
                 if args.anneal_lr:
                     learning_rate.fill_(args.learning_rate * 0.1 ** progress())
                 update()
-                owed -= samples
                 updates += 1
-                seen["updates"] += 1
+                samples_due -= samples_per_update
                 if updates % args.target_network_frequency == 0:
                     with torch.no_grad():  # else each update would lengthen a graph that nobody needs, for ever
                         torch._foreach_lerp_(target_weights, weights, args.tau)
                 if updates % args.sync_every == 0:
-                    publisher.publish(flat(), updates)
+                    publisher.publish(parameters_to_vector(weights).detach(), updates)
                 timer.lap("learn")
-            elif not new and not in_turn:
+            elif new_steps == 0 and local_collector is None:
                 time.sleep(0.001)
                 timer.lap("wait")
             publisher.poll()
 
             # 4 log, evaluate, save
-            if due("log"):
+            if elapsed() >= last_log + args.log_every:
+                last_log = elapsed()
                 log()
                 timer.lap("log")
-            if due("eval"):
-                count_steps(True)
-                with interrupts.at_once():
-                    scores = test(max(args.eval_episodes // 10, 1))
-                count_steps(False)
-                timer.lap()
-            if due("checkpoint"):
-                count_steps(True)
-                save()
-                count_steps(False)
-                timer.lap()
-        count_steps(True)
+            if args.eval_every and elapsed() >= last_eval + args.eval_every:
+                last_eval = elapsed()
+                with untimed(), interrupts.at_once():
+                    scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+            if args.checkpoint_every and elapsed() >= last_checkpoint + args.checkpoint_every:
+                last_checkpoint = elapsed()
+                with untimed():
+                    save()
     finally:
-        fleet.stop()
+        with untimed():
+            collectors.stop()
 
-    # --- the end: what must not be lost first ---------------------------------------------------------------------
-    count_steps(False)
-    while new := store():
-        global_step += new
+    # --- the end: what must not be lost comes first ---------------------------------------------------------------
+    while new_steps := store():
+        global_step += new_steps
     log()
-    wall_seconds, busy = elapsed(), sum(timer.total.values()) or math.inf
+    wall_seconds = elapsed()
     save()
-    steps, learns = global_step - first_step, seen_in_all["updates"]
+    busy_seconds = sum(timer.total.values()) or math.inf
+    new_steps = global_step - first_step
+    new_updates = updates - first_update
     summary = {
         "script": SCRIPT,
         "device": device_name,
         "peak_memory_gib": peak_memory_gib(device),
         "precision": precision,
-        "compiled": loss_step is not loss_of,
-        "cudagraph": graphs and update.graph is not None,
+        "compiled": loss_step is not td_loss,
+        "cudagraph": use_graphs and update.graph is not None,
         "sdpa": None,
         "env_steps": global_step,
         "wall_seconds": wall_seconds,
-        "env_steps_per_second": seen_in_all["steps"] / busy,
-        "updates_per_second": learns / busy,
-        "samples_per_second": learns * samples / busy,
-        "replay_ratio": learns * samples / max(steps, 1),
-        "rollout_fraction": 1 - timer.total["learn"] / busy,
-        "train_fraction": timer.total["learn"] / busy,
-        "experience_rate": seen_in_all["steps"] / busy,
-        **collected(seen_in_all),
-        "replay_kib_per_transition": replay.kib,
+        "env_steps_per_second": logged_steps / busy_seconds,
+        "updates_per_second": new_updates / busy_seconds,
+        "samples_per_second": new_updates * samples_per_update / busy_seconds,
+        "replay_ratio": new_updates * samples_per_update / max(new_steps, 1),
+        "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
+        "train_fraction": timer.total["learn"] / busy_seconds,
+        "experience_rate": logged_steps / busy_seconds,
+        "replay_kib_per_transition": replay.slot_bytes(args) / 1024,
+        **collection_summary(total_stats),
         **scores,
     }
     write_json(folder / "summary.json", summary)
@@ -1810,7 +1731,7 @@ def main(args: Args) -> dict:
     rom = f" --rom {args.rom}" if args.rom else ""
     if not interrupts:
         with interrupts.at_once():
-            summary |= test(args.eval_episodes)
+            summary |= evaluate_and_log(args.eval_episodes)
             write_json(folder / "summary.json", summary)
             say("  ".join(f"{name} {value:g}" for name, value in summary.items() if name.startswith("eval")))
             if args.video:

@@ -21,6 +21,7 @@ import envs.metta_maps
 import envs.metta_tables
 import envs.metta_tokens
 import envs.metta_view
+import envs.ring
 import envs.snake_batch
 import envs.snake_view
 import envs.vector_envs
@@ -74,7 +75,7 @@ COMBINATIONS = {
 }  # fmt: skip
 EVERY_ONE = [(script, flags) for script, every in COMBINATIONS.items() for flags in every]
 GAMES = [envs.snake_batch, envs.snake_view, envs.metta_batch, envs.metta_actions, envs.metta_maps]
-GAMES += [envs.metta_tables, envs.metta_tokens, envs.metta_view, envs.vector_envs]
+GAMES += [envs.metta_tables, envs.metta_tokens, envs.metta_view, envs.vector_envs, envs.ring]
 TIMES = "args elapsed collected"  # parts of a checkpoint that tell of the run's name and of the clock
 
 
@@ -204,7 +205,7 @@ BROKEN = {  # script, what stands there, what is put in its place, and why that 
         "_local_scalar_dense",
     ),
     "number to the host": (ppo_metta, "approx_kl.copy_(losses[3])", "approx_kl.fill_(losses.tolist()[3])", "tolist"),
-    "optimizer": (dqn_mario_async, "capturable=graphs", "capturable=False", "AdamW is not capturable"),
+    "optimizer": (dqn_mario_async, "capturable=use_graphs", "capturable=False", "AdamW is not capturable"),
     "generator": (
         dqn_snake,
         "replay.sample(args.batch_size, generator)",

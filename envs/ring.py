@@ -1,0 +1,280 @@
+"""Processes that collect beside one that learns: rings of what they collect, weights for all, starting and stopping.
+
+Nobody waits for a lock. What is written comes first, then one aligned 8-byte index: a reader sees all of it or nothing,
+also where the writer was killed in between.
+"""
+
+import math
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing import resource_tracker
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+SPAWN = torch.multiprocessing.get_context("spawn")
+ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores reach other cores in the order in which they are made
+THREADS = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
+
+Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by name
+
+
+def shared_zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """In shared memory, whose name is gone from /dev/shm before this returns: whatever crashes, nothing is left."""
+    return torch.zeros(shape, dtype=dtype).share_memory_()
+
+
+class Fence:
+    """A lock that keeps payload and index in order where the processor does not; it protects nothing else.
+
+    So a process that has waited for a second, because the one that held it was killed, may go on, and frees it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = SPAWN.Lock()
+
+    def __enter__(self) -> None:
+        self.lock.acquire(timeout=1)
+
+    def __exit__(self, *_: Any) -> None:
+        with suppress(ValueError):  # a process that had waited for a second has freed it
+            self.lock.release()
+
+
+def make_fence() -> Any:
+    return nullcontext() if ORDERED else Fence()
+
+
+class Ring:
+    """Blocks of `fields` that one process pushes and another reads.
+
+    The reader writes `tail`, the writer all else: `head`, and `steps`, the blocks that it has made, pushed or not.
+    """
+
+    def __init__(self, num_blocks: int, fields: Fields) -> None:
+        self.num_blocks = num_blocks
+        self.fields = {name: shared_zeros(dtype, num_blocks, *shape) for name, (dtype, shape) in fields.items()}
+        self.head = shared_zeros(torch.int64, 1)
+        self.tail = shared_zeros(torch.int64, 1)
+        self.steps = shared_zeros(torch.int64, 1)
+        self.fence = make_fence()
+
+    @staticmethod
+    def bytes(num_blocks: int, fields: Fields) -> int:
+        return num_blocks * sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
+
+    def counts(self) -> tuple[int, int]:
+        """Blocks made, and blocks in flight, both at one moment."""
+        while True:
+            steps = self.steps.item()
+            in_flight = self.head.item() - self.tail.item()
+            if self.steps.item() == steps:
+                return steps, in_flight
+
+    def push(self, block: dict[str, Any]) -> bool:
+        """Write a block, unless the ring is full."""
+        head = self.head.item()
+        with self.fence:
+            if head - self.tail.item() == self.num_blocks:
+                return False
+        for name, value in block.items():
+            self.fields[name].numpy()[head % self.num_blocks] = value
+        with self.fence:
+            self.head.numpy()[0] = head + 1
+        return True
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """The blocks in the ring (blocks, ...), up to its edge, in place: `release` them after copying."""
+        tail = self.tail.item()
+        first = tail % self.num_blocks
+        with self.fence:
+            count = min(self.head.item() - tail, self.num_blocks - first)
+        return {name: field[first : first + count] for name, field in self.fields.items()}
+
+    def release(self, count: int) -> None:
+        with self.fence:
+            self.tail.numpy()[0] += count
+
+
+def to_device(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Tensors of the CPU on `device`: one copy for all of them, which nobody waits for. For a CPU they stay.
+
+    They are packed into pinned memory, which PyTorch gives to nobody else before it has been copied.
+    """
+    if device.type == "cpu":
+        return tensors
+    sizes = [math.ceil(tensor.nbytes / 16) * 16 for tensor in tensors.values()]  # each begins where any dtype may
+
+    def unpack(packed: torch.Tensor) -> dict[str, torch.Tensor]:
+        unpacked = {}
+        for (name, tensor), part in zip(tensors.items(), packed.split(sizes)):
+            unpacked[name] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return unpacked
+
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for name, part in unpack(packed).items():
+        part.copy_(tensors[name])
+    return unpack(packed.to(device, non_blocking=True))
+
+
+class Broadcast:
+    """What the learner tells all others: weights in two slots, how far the run is, and when to stop.
+
+    New weights go to the slot that nobody starts to read, then the version moves on. A reader compares the version
+    before and after copying: only if it has moved may the slot have been overwritten.
+    """
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.slots = shared_zeros(torch.float32, 2, len(weights))
+        self.updates = shared_zeros(torch.int64, 2)
+        self.version = shared_zeros(torch.int64, 1)
+        self.progress = shared_zeros(torch.float64, 1)
+        self.stop = shared_zeros(torch.int64, 1)
+        self.fence = make_fence()
+        self.learner = os.getpid()
+
+    def is_over(self) -> bool:
+        """Whether to stop: told to, or the learner is gone."""
+        return bool(self.stop) or self.learner not in (os.getpid(), os.getppid())
+
+    def publish(self, weights: torch.Tensor, updates: int) -> None:
+        version = self.version.item() + 1
+        self.slots[version % 2].copy_(weights)
+        self.updates.numpy()[version % 2] = updates
+        with self.fence:
+            self.version.numpy()[0] = version
+
+    def fetch(self, weights: torch.Tensor) -> tuple[int, int]:
+        """Copy the newest into `weights`. Gives its version, and after how many updates it was published."""
+        while True:
+            with self.fence:
+                version = self.version.item()
+            weights.copy_(self.slots[version % 2])
+            updates = self.updates[version % 2].item()
+            with self.fence:
+                if self.version.item() == version:
+                    return version, updates
+
+
+class Publisher:
+    """Broadcasts the learner's weights; from CUDA, if `asynchronous`, while it goes on learning.
+
+    One copy is under way at most, so the CPU queues no more than two broadcasts' worth of updates ahead of the GPU.
+    """
+
+    def __init__(self, broadcast: Broadcast, asynchronous: bool) -> None:
+        self.broadcast = broadcast
+        self.copy_event = torch.cuda.Event() if asynchronous else None
+        self.weights = None  # under way
+        self.updates = 0  # after which they were copied
+
+    def publish(self, weights: torch.Tensor, updates: int) -> None:
+        if self.copy_event is None:
+            self.broadcast.publish(weights, updates)
+            return
+        if self.weights is not None:
+            self.copy_event.synchronize()  # sync: the GPU is behind by more than one broadcast
+            self.poll()
+        self.weights = weights.to("cpu", non_blocking=True)  # into pinned memory
+        self.updates = updates
+        self.copy_event.record()
+
+    def poll(self) -> None:
+        """Broadcast weights that have arrived."""
+        if self.weights is not None and self.copy_event.query():
+            self.broadcast.publish(self.weights, self.updates)
+            self.weights = None
+
+
+@contextmanager
+def worker_environment() -> Iterator[None]:
+    """What a process that is started in here inherits, and this one has only meanwhile.
+
+    One thread for each library, known before it loads; and deafness to Ctrl-C and SIGTERM, which reach the whole
+    process group: the learner tells the others.
+    """
+    environment = {name: os.environ.get(name) for name in THREADS}
+    mask = None
+    try:
+        os.environ.update(dict.fromkeys(THREADS, "1"))
+        if hasattr(signal, "pthread_sigmask"):  # not on Windows, where a worker has to ignore them once it runs
+            resource_tracker.ensure_running()  # starting it unblocks signals
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+        yield
+    finally:
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for name, value in environment.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+class Collectors:
+    """Processes that run `target(number, start, ring, broadcast)`: replaced when they die, and stopped at the end.
+
+    Each has a ring of its own. `starts` counts all that were ever started, so that no two of them play the same games.
+    """
+
+    def __init__(self, target: Callable, rings: list[Ring], broadcast: Broadcast) -> None:
+        self.target = target
+        self.rings = rings
+        self.broadcast = broadcast
+        self.processes = []
+        self.starts = 0
+        self.restarts = 0
+        self.failed_starts = 0  # in a row
+        self.head_at_start = [0] * len(rings)
+        self.next_check = 0.0
+
+    def start(self) -> None:
+        for number in range(len(self.rings)):
+            self.processes.append(self.start_process(number))
+
+    def start_process(self, number: int) -> Any:
+        ring = self.rings[number]
+        self.head_at_start[number] = ring.head.item()
+        process = SPAWN.Process(target=self.target, args=(number, self.starts, ring, self.broadcast), daemon=True)
+        self.starts += 1
+        with worker_environment():
+            process.start()
+        return process
+
+    def all_running(self) -> bool:
+        """Whether each has pushed a block."""
+        return all(ring.head for ring in self.rings)
+
+    def restart_dead(self) -> None:
+        """Once a second: replace the processes that died. What they had pushed stays in their rings.
+
+        Raises ChildProcessError when three in a row ended before they pushed anything.
+        """
+        if time.monotonic() < self.next_check:
+            return
+        self.next_check = time.monotonic() + 1
+        for number, process in enumerate(self.processes):
+            if process.exitcode is None:
+                continue
+            print(f"collector {number} ended with exit code {process.exitcode} and is replaced", file=sys.stderr)
+            self.restarts += 1
+            self.failed_starts += 1
+            if self.rings[number].head.item() > self.head_at_start[number]:
+                self.failed_starts = 0
+            if self.failed_starts == 3:
+                raise ChildProcessError("three ended before they played, see above")
+            self.processes[number] = self.start_process(number)
+
+    def stop(self) -> None:
+        """Ask them to end, which takes a step of their games, and kill those that have not after two seconds."""
+        self.broadcast.stop.fill_(1)
+        deadline = time.monotonic() + 2
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
+            process.kill()
+            process.join()
