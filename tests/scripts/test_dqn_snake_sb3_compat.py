@@ -764,22 +764,6 @@ def test_episodes_end_the_run_and_their_steps_are_named(run, capsys) -> None:
     )
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(run, tmp_path, monkeypatch, capsys) -> None:
-    smooth_l1_loss, calls = torch.nn.functional.smooth_l1_loss, []
-
-    def infinite(q, target):
-        calls.append(0)
-        return smooth_l1_loss(q, target) * (math.inf if len(calls) > 30 else 1)
-
-    monkeypatch.setattr(script.F, "smooth_l1_loss", infinite)
-    with pytest.raises(SystemExit) as error:
-        run(log_every=1e-9, checkpoint_every=1e-9, total_timesteps=400)
-    said = capsys.readouterr().err
-    assert error.value.code == 2 and said.count("\n") == 1 and "--learning-rate 0.001: the loss is" in said
-    assert len(calls) == 31  # at the next log
-    assert all(value.isfinite().all() for value in load(tmp_path / "run")["q_net"].values())
-
-
 def test_a_gradient_that_is_not_finite_ends_the_run_too(run, monkeypatch, capsys) -> None:
     """Also where the loss itself is finite: such updates are skipped, and a run that only skips learns nothing."""
     grad = torch.autograd.grad

@@ -6,6 +6,7 @@ import shlex
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ SHARED += "save_checkpoint find_checkpoint load_checkpoint saved_flags layout ch
 SHARED += "peak_memory_gib is_out_of_memory"
 
 
+@cache
 def blocks(script: str) -> dict[str, str]:
     """Source of every top-level function and class."""
     source = (ROOT / script).read_text()
