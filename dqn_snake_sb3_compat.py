@@ -12,7 +12,7 @@ CPU cores it makes 5.6 times SB3's steps per second on CartPole and Snake, witho
 What SB3's defaults do not learn, this does not learn either: on 20 x 20 two minutes are too few for the first apple.
 
 To read it: `QNetwork` has SB3's layers and names, and the loop in `main` is SB3's `learn`, `collect_rollouts` and
-`train` in one piece. tests/test_dqn_snake_sb3_compat.py holds both side by side, number for number.
+`train` in one piece. tests/scripts/test_dqn_snake_sb3_compat.py holds both side by side, number for number.
 """
 
 import base64

@@ -33,9 +33,7 @@ from dqn_mario_async import (
     end_epsilons,
     fill_defaults,
     main,
-    td_target,
 )
-from envs import playing
 from envs import ring as plumbing
 from envs.ring import SPAWN
 
@@ -598,15 +596,6 @@ def test_a_lone_game_explores_like_all_of_them_one_episode_after_the_other() -> 
     assert len(set.union(*by_episode.values())) == len(by_episode)
 
 
-def test_td_target_is_double_and_stops_at_termination() -> None:
-    rng = np.random.default_rng(0)
-    reward, discount = rng.normal(size=50), rng.choice([0, 0.9], size=50)
-    target, online = rng.normal(size=(50, 7)), rng.normal(size=(50, 7))
-    expected = [r + d * t[np.argmax(o)] for r, d, t, o in zip(reward, discount, target, online)]
-    got = td_target(*(torch.tensor(x) for x in (reward, discount, target, online)))
-    np.testing.assert_allclose(got, expected)
-
-
 def test_dueling_and_he_initialisation() -> None:
     args = args_of(size=84, channels=32, hidden_size=512)
     q_network = QNetwork(args, CPU)
@@ -1079,39 +1068,6 @@ def test_in_turn_the_same_seed_gives_the_same_run(run) -> None:
     assert (one["global_step"], one["updates"]) == (two["global_step"], two["updates"])
 
 
-def test_a_resume_with_nothing_to_do_says_so_and_leaves_all_as_it_is(run, capsys) -> None:
-    _, folder = run()
-    saved = checkpoint(folder)
-    saved["elapsed"] = 1000.0
-    torch.save(saved, folder / "checkpoint.pt")
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    for flags in (dict(total_timesteps=None, max_seconds=999.0), dict(total_timesteps=1200), dict(max_seconds=1000.0)):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as error:
-            run(resume=str(folder), **flags)
-        out, said = capsys.readouterr()
-        assert error.value.code == 2 and said.count("\n") == 1 and not out, said
-        assert "its run is over after 1,200 steps and 1000 s" in said
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    summary, _ = run(resume=str(folder), total_timesteps=None, max_seconds=1001.5)
-    assert summary["wall_seconds"] > 1001 and summary["env_steps"] > 1200
-
-
-def test_a_new_end_on_the_command_line_replaces_the_old_one(run, monkeypatch) -> None:
-    """A run of 900 seconds goes on to a number of steps, and the other way round."""
-
-    def parsed(*flags: str) -> tuple:
-        monkeypatch.setattr(sys, "argv", ["dqn_mario_async.py", "--resume", str(folder), *flags])
-        args = script.parse_args()
-        return args.total_timesteps, args.max_seconds
-
-    _, folder = run(max_seconds=900.0)
-    assert parsed() == (1200, 900) and parsed("--seed", "2") == (1200, 900)
-    assert parsed("--total-timesteps", "5000") == (5000, None)
-    assert parsed("--max-seconds", "1200") == (None, 1200)
-    assert parsed("--max-seconds", "7", "--total-timesteps", "8") == (8, 7)
-
-
 # ------------------------------------------------------------------------------------------------ switches
 
 
@@ -1211,100 +1167,7 @@ def test_each_game_is_told_its_own_settings() -> None:
     assert real == common | {"rom": "my.nes", "world": 3, "stage": 4}
 
 
-def test_the_target_network_copies_or_follows(run) -> None:
-    def distance(folder: Path) -> float:
-        saved = checkpoint(folder)
-        pairs = ((saved["q_network"][name], saved["target_network"][name]) for name in saved["q_network"])
-        return sum((a - b).abs().sum().item() for a, b in pairs)
-
-    assert distance(run(tau=1.0, run_name="copy")[1]) == 0
-    assert distance(run(tau=1e-6, run_name="still")[1]) > distance(run(tau=0.5, run_name="soft")[1]) > 0
-
-
-def test_the_target_network_has_no_gradients(run, monkeypatch) -> None:
-    """Each update would lengthen the graph that leads to it, which takes 6 KiB, for ever."""
-    lerp, requires_grad = torch._foreach_lerp_, []
-
-    def watched(target_weights: list, weights: list, tau: float) -> None:
-        lerp(target_weights, weights, tau)
-        requires_grad.extend(weight.requires_grad for weight in target_weights)
-
-    monkeypatch.setattr(torch, "_foreach_lerp_", watched)
-    run(total_timesteps=300)
-    assert requires_grad and not any(requires_grad)
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_in_one_line(run, monkeypatch, capsys, tmp_path) -> None:
-    smooth_l1_loss, calls = F.smooth_l1_loss, []
-
-    def infinite(q, target, **options):
-        calls.append(0)
-        return smooth_l1_loss(q, target, **options) * (math.inf if len(calls) > 30 else 1)
-
-    monkeypatch.setattr(script.F, "smooth_l1_loss", infinite)
-    with pytest.raises(SystemExit) as error:
-        run(log_every=1e-9, checkpoint_every=1e-9, total_timesteps=10**6)
-    said = capsys.readouterr().err
-    assert error.value.code == 2 and "--learning-rate 0.0005: the loss is " in said and "Traceback" not in said
-    assert all(value.isfinite().all() for value in checkpoint(tmp_path / "run")["q_network"].values())
-
-
-def test_bf16_is_close_to_fp32_and_learns_otherwise(run, monkeypatch) -> None:
-    full = run(run_name="full")[1]
-    monkeypatch.setattr(script, "pick_precision", lambda *_: torch.bfloat16)
-    summary, half = run(run_name="half")
-    a, b = (checkpoint(folder)["q_network"]["hidden.weight"] for folder in (full, half))
-    assert summary["precision"] == "bfloat16" and not torch.equal(a, b) and (a - b).norm() < 0.3 * a.norm()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="these are active on CUDA")
-@pytest.mark.parametrize("flag", ["fp16", "tf32", "cudagraph"])
-def test_switches_that_cannot_be_active_say_so_in_one_line(run, capsys, flag) -> None:
-    summary, _ = run(**{flag: True}, total_timesteps=300)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"--{flag}")]
-    assert len(lines) == 1 and "needs CUDA" in lines[0]
-    assert summary["precision"] == "float32" and not summary["cudagraph"]
-
-
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
-def test_compiled_learns_what_eager_learns(run) -> None:
-    _, eager = run(run_name="eager", total_timesteps=500)
-    summary, compiled = run(run_name="compiled", total_timesteps=500, compile=True)
-    expected, got = checkpoint(eager)["q_network"], checkpoint(compiled)["q_network"]
-    assert summary["compiled"] and set(expected) == set(got)
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, atol=2e-3, rtol=2e-3)
-
-
 # ------------------------------------------------------------------------------------------------ what a run leaves
-
-
-def test_summary_and_tensorboard(run) -> None:
-    summary, folder = run(num_collectors=1, eval_every=0.3, log_every=0.05, total_timesteps=4000)
-    assert json.loads((folder / "summary.json").read_text()) == summary
-    expected = "script device precision compiled cudagraph sdpa env_steps wall_seconds env_steps_per_second "
-    expected += "updates_per_second samples_per_second replay_ratio rollout_fraction train_fraction peak_memory_gib "
-    expected += "eval_score_mean eval_score_median eval_score_max eval_episodes produced stored in_flight lost "
-    expected += "experience_rate producer_wait_ms_mean wait_fraction ring_fill by_collector "
-    expected += "weight_age restarts replay_kib_per_transition eval_flags eval_distance_mean"
-    assert set(expected.split()) <= set(summary)
-    expected = "charts/SPS charts/score charts/episodic_return charts/episodic_length charts/updates_per_second "
-    expected += "charts/samples_per_second charts/replay_ratio charts/distance charts/flags losses/td_loss "
-    expected += "losses/q_values eval/score_mean perf/act_ms perf/env_ms perf/store_ms perf/learn_ms perf/log_ms "
-    expected += "perf/rollout_fraction perf/warmup_s collect/produced collect/stored collect/lost "
-    expected += "collect/wait_fraction collect/weight_age collect/ring_fill charts/epsilon"
-    read = scalars(folder)
-    assert set(expected.split()) <= set(read)
-    assert all(np.isfinite(values).all() for values in read.values())
-
-
-def test_denormal_numbers_are_flushed_while_it_runs(run, monkeypatch) -> None:
-    flushed = []
-    add = ReplayBuffer.add
-    product = lambda: (torch.tensor([1e-39]) * 0.5).item()  # noqa: E731
-    monkeypatch.setattr(ReplayBuffer, "add", lambda self, *a: flushed.append(product() == 0) or add(self, *a))
-    run(total_timesteps=60)
-    assert all(flushed) and product() > 0
 
 
 def test_the_learner_keeps_to_the_replay_ratio_and_lets_it_sink(run, monkeypatch) -> None:
@@ -1346,63 +1209,7 @@ def test_evaluation_plays_every_game_once_to_its_end(monkeypatch) -> None:
         assert result["eval_distance_mean"] == pytest.approx(np.mean(distances)) and result["eval_episodes"] == 5
 
 
-def test_evaluate_and_render_play_the_checkpoint(run, capsys, monkeypatch) -> None:
-    summary, folder = run()
-    args = Args(**QUICK | {"evaluate": str(folder)})
-    assert main(args)["eval_distance_mean"] == summary["eval_distance_mean"] and not (folder / "videos").exists()
-    main(dataclasses.replace(args, video=True))
-    assert (folder / "videos" / "mario.gif").exists()
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    main(dataclasses.replace(args, render=True))
-    assert "\033[H" in capsys.readouterr().out
-
-
-def test_the_command_line_takes_over_the_flags_of_a_checkpoint(run, monkeypatch) -> None:
-    _, folder = run()
-    monkeypatch.setattr(sys, "argv", ["dqn_mario_async.py", "--resume", str(folder), "--total-timesteps", "4000"])
-    args = script.parse_args()
-    assert (args.size, args.total_timesteps, args.resume) == (48, 4000, str(folder / "checkpoint.pt"))
-
-
-def test_a_copied_script_runs_alone(tmp_path) -> None:
-    shutil.copytree(ROOT / "envs", tmp_path / "envs")
-    shutil.copy(ROOT / "dqn_mario_async.py", tmp_path / "mine.py")
-    command = ["mine.py", "--total-timesteps", "2000", "--num-collectors", "1", *SMALL.split()]
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert list(tmp_path.glob("runs/mine__1__*/summary.json")) and "--evaluate runs/mine__1__" in done.stdout
-
-
 # ------------------------------------------------------------------------------------------------ bad input
-
-BAD = [
-    *({name: 0} for name in "envs_per_collector batch_size accumulate buffer_size threads n_step log_every".split()),
-    *({name: 0} for name in "ring_blocks sync_every channels hidden_size stack skip world stage".split()),
-    *({name: -1} for name in "num_collectors total_timesteps max_seconds eval_every learning_starts seed".split()),
-    *({name: 0.0} for name in "learning_rate replay_ratio tau".split()),
-    *({name: 1.5} for name in "gamma tau start_e end_e exploration_fraction alpha beta".split()),
-    {"learning_rate": math.nan}, {"replay_ratio": math.inf}, {"difficulty": 99}, {"size": 50}, {"size": 24},
-    {"bf16": True, "fp16": True}, {"compile_mode": "max-autotune", "cudagraph": True, "compile": True},
-    {"render": True}, {"buffer_size": 10**12}, {"buffer_size": 300}, {"ring_blocks": 10**7, "buffer_size": 10**9},
-    {"skip": 10**8}, {"eval_episodes": 3_000_000}, {"threads": 100_000}, {"noop_max": 10**8}, {"seed": 2**31},
-    {"stack": 300}, {"size": 12 * 10**6}, {"num_collectors": 10**4}, {"resume": ""}, {"evaluate": ""},
-    {"resume": "x", "evaluate": "y"},
-    {"resume": "nowhere"}, {"evaluate": "nowhere"}, {"resume": "latest"}, {"run_dir": "/proc/nowhere"},
-    {"rom": "/nowhere.nes", "env_id": "SuperMarioBros", "num_collectors": 1, "envs_per_collector": 1},
-    {"num_collectors": 0, "env_id": "SuperMarioBros", "envs_per_collector": 1},
-    {"envs_per_collector": 2, "env_id": "SuperMarioBros", "num_collectors": 1},
-    pytest.param({"device": "cuda"}, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs no CUDA")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("flags", BAD, ids=str)
-def test_bad_values_are_refused_in_one_line(flags, tmp_path, capsys) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(Args(**QUICK | {"run_dir": str(tmp_path / "runs")} | flags))
-    said = capsys.readouterr().err
-    flag = next(iter(flags))
-    assert error.value.code == 2 and said.count("\n") == 1 and f"--{flag.replace('_', '-')}" in said, said
-    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_a_file_that_is_no_rom_is_refused(tmp_path, capsys) -> None:
@@ -1426,18 +1233,6 @@ def test_the_bytes_of_a_ring_are_the_bytes_of_its_tensors() -> None:
     args = args_of(envs_per_collector=16, size=84, ring_blocks=8, buffer_size=10_000)
     held = sum(field.numel() * field.element_size() for field in make_ring(args).fields.values())
     assert Ring.bytes(args.ring_blocks, block_fields(args)) == held
-
-
-@pytest.mark.parametrize("flag", ["resume", "evaluate"])
-def test_foreign_checkpoints_are_refused(run, capsys, tmp_path, flag) -> None:
-    _, folder = run()
-    torch.save({"script": "dqn_snake"}, tmp_path / "foreign.pt")
-    for name, flags in ((str(tmp_path / "foreign.pt"), {}), (str(folder), {"hidden_size": 32})):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as error:
-            main(Args(**QUICK | {"run_dir": str(tmp_path), flag: name, "total_timesteps": 2000} | flags))
-        said = capsys.readouterr().err
-        assert error.value.code == 2 and said.count("\n") == 1 and f"--{flag} {name}" in said, said
 
 
 @pytest.fixture(scope="module")
@@ -1500,15 +1295,6 @@ def test_other_games_or_collectors_do_not_fit_a_saved_replay(run, capsys) -> Non
     assert "its replay is missing, damaged or of another run" in said and "--envs-per-collector must be" in said
 
 
-def test_a_checkpoint_of_another_device_goes_on(run, capsys) -> None:
-    _, folder = run()
-    saved = checkpoint(folder)
-    saved |= {"device": "cuda", "generator": torch.zeros(16, dtype=torch.uint8)}  # as large as CUDA's
-    torch.save(saved, folder / "checkpoint.pt")
-    summary, _ = run(resume=str(folder), total_timesteps=1500)
-    assert summary["env_steps"] >= 1500 and "the random numbers begin anew" in capsys.readouterr().out
-
-
 def test_flags_that_name_files_come_from_the_command_line_alone(run, monkeypatch, capsys) -> None:
     _, folder = run()
     saved = checkpoint(folder)
@@ -1522,73 +1308,6 @@ def test_flags_that_name_files_come_from_the_command_line_alone(run, monkeypatch
         with pytest.raises(SystemExit) as error:
             script.parse_args()
         assert error.value.code == 2 and next(iter(wrong)) in capsys.readouterr().err
-
-
-def test_a_run_folder_belongs_to_one_run(run, capsys) -> None:
-    run(total_timesteps=60)
-    with pytest.raises(SystemExit) as error:
-        run(total_timesteps=60)
-    assert error.value.code == 2 and "--run-name run: " in capsys.readouterr().err
-
-
-def test_a_gif_is_no_longer_than_it_may_be(run, monkeypatch) -> None:
-    from PIL import Image
-
-    def endless(*_):
-        while True:
-            drawn.append(np.random.default_rng(len(drawn)).integers(256, size=(20, 20, 3), dtype=np.uint8))
-            yield drawn[-1]
-
-    drawn = []
-    assert playing.MAX_GIF_FRAMES == 1000
-    monkeypatch.setattr(playing, "MAX_GIF_FRAMES", 30)
-    monkeypatch.setattr(script, "play", endless)
-    _, folder = run(video=True, total_timesteps=60)
-    with Image.open(folder / "videos" / "mario.gif") as gif:
-        assert gif.n_frames == len(drawn) == 30
-
-
-def test_the_summary_is_there_before_what_may_fail(run, monkeypatch, tmp_path) -> None:
-    def fail(*_) -> None:
-        raise ValueError("no evaluation today")
-
-    monkeypatch.setattr(script, "evaluate", fail)
-    with pytest.raises(ValueError):
-        run()
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["env_steps"] >= 1200
-    assert checkpoint(tmp_path / "run")["global_step"] >= 1200
-
-
-def test_control_c_ends_the_last_evaluation_at_once(run, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(script, "evaluate", lambda *_: signal.raise_signal(signal.SIGINT) or time.sleep(60))
-    summary, folder = run()
-    assert json.loads((folder / "summary.json").read_text()) == summary and "eval_flags" not in summary
-    assert f"goes on with python dqn_mario_async.py --resume {folder}" in capsys.readouterr().out
-
-
-HIDDEN = """
-import os, signal, sys
-sys.modules["resource"] = None
-for module, name in ((signal, "pthread_sigmask"), (os, "sched_getaffinity"), (os, "sysconf")):
-    delattr(module, name)
-import dqn_mario_async as script
-summary = script.main(script.Args(**{flags}))
-print("played", summary["stored"], summary["peak_memory_gib"])
-"""
-
-
-def test_it_runs_without_what_only_unix_has(tmp_path) -> None:
-    flags = QUICK | dict(num_collectors=1, total_timesteps=600, run_dir=str(tmp_path))
-    code = HIDDEN.replace("{flags}", repr(flags))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "played" in done.stdout and done.stdout.endswith("None\n"), done.stderr
-
-
-def test_wandb_missing_is_one_line(run, monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit):
-        run(wandb=True)
-    assert "pip install wandb" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ speed and learning

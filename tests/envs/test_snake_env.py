@@ -651,8 +651,8 @@ def test_nothing_that_only_unix_has_is_needed() -> None:
     program += f"for name in {UNIX_ONLY}:\n    sys.modules[name] = None\n"
     program += "import envs, envs.snake_batch, envs.metta_batch\n"
     program += "envs.snake_batch.SnakeBatch(2).reset(), envs.metta_batch.MettaBatch(1).reset()"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
-    for path in (Path(__file__).parent.parent / "envs").glob("*.py"):
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+    for path in (Path(__file__).parents[2] / "envs").glob("*.py"):
         imported = {
             name.name if isinstance(node, ast.Import) else node.module
             for node in ast.parse(path.read_text()).body

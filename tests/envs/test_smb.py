@@ -18,7 +18,7 @@ from envs.mario import ACTIONS, PATIENCE, RIGHT
 from envs.smb import PRESSED, NesGame, SuperMarioBrosBatch, SuperMarioBrosEnv, area_weights, find_rom
 from envs.streams import Stream
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 INSTALLED = all(importlib.util.find_spec(name) for name in ("stable_retro", "gym_super_mario_bros"))
 
 

@@ -1,14 +1,12 @@
 """What keeps the scripts one project: blocks they share letter for letter, commands that work, sections in order."""
 
 import ast
-import json
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +21,7 @@ import dqn_snake
 import dqn_snake_sb3_compat
 import ppo_metta
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "dqn_snake.py": dqn_snake,
     "dqn_snake_sb3_compat.py": dqn_snake_sb3_compat,
@@ -36,6 +34,7 @@ SHARED += "save_checkpoint find_checkpoint load_checkpoint saved_flags layout ch
 SHARED += "peak_memory_gib is_out_of_memory"
 
 
+@cache
 def blocks(script: str) -> dict[str, str]:
     """Source of every top-level function and class."""
     source = (ROOT / script).read_text()
@@ -74,28 +73,6 @@ def test_sections_stand_in_order(script: str) -> None:
     order += ["def fail", "def main", "# 1 act and step", "# 3 learn", "# 4 log, evaluate, save", "if __name__"]
     places = [source.index(mark) for mark in order]
     assert places == sorted(places)
-
-
-@pytest.mark.parametrize("script", ["dqn_snake.py", "dqn_snake_sb3_compat.py", "ppo_metta.py"])
-def test_nothing_that_only_unix_has_is_needed(script: str, tmp_path: Path) -> None:
-    """As on Windows: modules and functions that are not there are taken away before the script begins."""
-    hidden = """
-import os, runpy, signal, sys
-import gymnasium, PIL.Image, torch, torch.utils.tensorboard, tyro
-sys.modules |= dict.fromkeys(("fcntl", "grp", "pwd", "resource", "termios"))
-for module, names in ((os, ("fork", "sched_getaffinity", "sysconf")), (signal, ("SIGKILL", "pthread_sigmask"))):
-    for name in names:
-        delattr(module, name)
-sys.argv = sys.argv[1:]
-sys.path.insert(0, "")
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-    flags = f"--total-timesteps 300 --eval-episodes 2 --threads 1 --run-dir {tmp_path} --run-name run --num-envs 8"
-    command = [sys.executable, "-c", hidden, script, *flags.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert list(tmp_path.glob("run/videos/*.gif"))
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["peak_memory_gib"] is None
 
 
 class NoStream:

@@ -10,7 +10,7 @@ import pytest
 
 def test_importing_envs_does_not_import_the_package() -> None:
     program = "import sys, envs, envs.metta; sys.exit(any(name.startswith('mettagrid') for name in sys.modules))"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,546 @@
+"""The Snake trainer: its maths, its switches, what it leaves behind, and what it refuses."""
+
+import copy
+import dataclasses
+import itertools
+import math
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import dqn_snake
+from dqn_snake import Args, QNetwork, ReplayBuffer, fill_defaults, linear_schedule, main
+from envs.snake import BODY, FOOD, HEAD, MOVES
+from envs.snake_batch import SnakeBatch
+from envs.snake_view import EgocentricView
+
+CPU = torch.device("cpu")
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+QUICK = dict(
+    device="cpu", board="6x6", num_envs=24, batch_size=48, learning_starts=200, total_timesteps=3000, buffer_size=2000,
+    hidden_size=32, eval_episodes=10, eval_every=0, log_every=0.1, video=False, threads=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Train for a moment; gives the summary and the run folder."""
+    numbers = itertools.count(2)
+
+    def start(**flags) -> tuple[dict, Path]:
+        name = f"run{next(numbers)}" if (tmp_path / "run").exists() and "resume" not in flags else "run"
+        flags = QUICK | {"run_dir": str(tmp_path), "run_name": name} | flags
+        return main(Args(**flags)), tmp_path / (flags["run_name"] or "")
+
+    return start
+
+
+def scalars(folder: Path) -> dict[str, list[float]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def load(folder: Path) -> dict:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def checkpoint(folder: Path) -> dict:
+    """The checkpoint with dotted names: q_network.head.bias."""
+
+    def flat(prefix: str, value) -> dict:
+        if not isinstance(value, dict):
+            return {prefix: value}
+        return {name: leaf for key in value for name, leaf in flat(f"{prefix}.{key}", value[key]).items()}
+
+    return {name[1:]: leaf for name, leaf in flat("", load(folder)).items()}
+
+
+def boards(n: int, board=(6, 6), steps=30, seed=0) -> torch.Tensor:
+    """Codes (n, rows, columns) of games under way."""
+    envs = SnakeBatch(n, seed=seed, board=board)
+    obs = envs.reset()
+    for _ in range(steps):
+        obs = envs.step(torch.randint(4, (n,)))[0]
+    return obs.clone()
+
+
+def network(**flags) -> QNetwork:
+    args = fill_defaults(Args(**(QUICK | flags)), CPU)
+    return QNetwork(args, CPU)
+
+
+# ------------------------------------------------------------------------------------------------ maths
+
+
+def test_replay_holds_the_last_transitions_of_every_lane() -> None:
+    """Random games with both endings and a ring that wraps."""
+    gamma, lanes, steps, rows = 0.9, 5, 60, 16
+    args = fill_defaults(Args(**(QUICK | dict(num_envs=lanes, buffer_size=rows * lanes, gamma=gamma))), CPU)
+    replay, rng = ReplayBuffer(args, CPU), np.random.default_rng(1)
+    history = []
+    for _ in range(steps):
+        obs, final_obs = (rng.integers(10, size=(lanes, 6, 6), dtype=np.uint8) for _ in range(2))
+        action, reward = rng.integers(4, size=lanes), rng.normal(size=lanes).astype(np.float32)
+        terminated = rng.random(lanes) < 0.15
+        history.append((obs, action, reward, terminated, final_obs))
+        replay.add(*(torch.as_tensor(x.copy()) for x in history[-1]))
+    assert replay.size.item() == rows and replay.position.item() == steps % rows
+    for step in range(steps - rows, steps):
+        obs, action, reward, terminated, final_obs = history[step]
+        row = step % rows
+        np.testing.assert_array_equal(replay.obs[row], obs)
+        np.testing.assert_array_equal(replay.action[row], action)
+        np.testing.assert_array_equal(replay.reward[row], reward)
+        np.testing.assert_allclose(replay.discount[row], gamma * ~terminated)
+        np.testing.assert_array_equal(replay.next_obs[row], final_obs)
+
+
+def test_replay_samples_only_what_it_holds() -> None:
+    args = fill_defaults(Args(**(QUICK | dict(num_envs=4, buffer_size=400))), CPU)
+    replay = ReplayBuffer(args, CPU)
+    nothing = torch.zeros(4, 6, 6, dtype=torch.uint8)
+    for step in range(3):
+        ends = torch.zeros(4, dtype=torch.bool)
+        replay.add(nothing, torch.zeros(4), torch.full((4,), step + 1.0), ends, nothing)
+    reward = replay.sample(4000, torch.Generator().manual_seed(0))[2]
+    counts = torch.bincount(reward.long(), minlength=4)
+    assert counts[0] == 0 and counts[1:].min() > 1200
+
+
+def test_truncation_bootstraps_and_termination_does_not(run) -> None:
+    _, folder = run(checkpoint_replay=True, gamma=0.5, board="4x4", total_timesteps=4000)
+    saved = checkpoint(folder)
+    dies = saved["replay.reward"] == -1
+    size = saved["replay.size"].item()
+    assert dies[:size].any() and (saved["replay.discount"][:size][dies[:size]] == 0).all()
+    assert (saved["replay.discount"][:size][~dies[:size]] == 0.5).all()
+
+
+# ------------------------------------------------------------------------------------------------ networks
+
+
+@pytest.mark.parametrize("board", [(10, 10), (4, 6), (7, 5)])
+def test_view_against_a_loop_over_cells(board: tuple[int, int]) -> None:
+    view, obs = EgocentricView(board, CPU), boards(24, board, steps=8)
+    heading, seen, food = view.features(obs)
+    _, codes, place, head, _ = view.tokens(obs)
+    radius = max(board) - 1
+    around = [(back, right) for back in range(-radius, radius + 1) for right in range(-radius, radius + 1)]
+    near = [at for at in around if max(map(abs, at)) <= view.NEAR]
+    far = [at for at in around if at[0] % 3 == at[1] % 3 == 0]
+    for n, grid in enumerate(obs.numpy()):
+        row, column = np.argwhere(grid >= HEAD)[0]
+        assert head[n] == row * board[1] + column
+        ahead, right = (np.array(MOVES[(heading[n] + turn) % 4]) for turn in (0, 1))
+        sees = {}
+        for number, (i, j) in enumerate(around):
+            at_row, at_column = (row, column) - i * ahead + j * right
+            if 0 <= at_row < board[0] and 0 <= at_column < board[1]:
+                code, cell = grid[at_row, at_column], at_row * board[1] + at_column
+                assert place[n, cell] == number
+                assert code != FOOD or food[n] == number
+                direction = (int(code) - BODY - heading[n].item()) % 4
+                assert codes[n, cell] == (code if code < BODY else HEAD if code >= HEAD else BODY + direction)
+                toward = np.array(MOVES[code - BODY]) if BODY <= code < HEAD else np.zeros(2)
+                sees[i, j] = np.array([code < BODY, toward @ ahead, toward @ right], float)
+        nothing = np.zeros(3)
+        blocks = [sum(sees.get((i + a, j + b), nothing) for a in (-1, 0, 1) for b in (-1, 0, 1)) / 3 for i, j in far]
+        expected = np.stack([sees.get(at, nothing) for at in near] + blocks, 1)
+        np.testing.assert_allclose(seen[n], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "attention"])
+def test_turning_the_board_turns_the_values(kind: str) -> None:
+    """The same position rotated by a quarter, codes and all, has the same values for the rotated actions."""
+    q_network, obs = network(network=kind), boards(20)
+    turned = obs.rot90(-1, (1, 2)).clone()  # clockwise: up becomes right
+    for first in (BODY, HEAD):
+        directed = (turned >= first) & (turned < first + 4)
+        turned[directed] = (turned[directed] - first + 1) % 4 + first
+    torch.testing.assert_close(q_network(turned), q_network(obs).roll(1, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_reversal_is_worth_what_going_ahead_is() -> None:
+    q_network, obs = network(), boards(20)
+    heading = (obs.flatten(1).max(1).values - HEAD).long()[:, None]
+    q = q_network(obs)
+    assert torch.equal(q.gather(1, heading), q.gather(1, (heading + 2) % 4))
+
+
+def test_attention_kernels_agree_with_attention_written_out(monkeypatch) -> None:
+    def written_out(q, k, v):
+        return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+    obs, outputs = boards(8), []
+    for sdpa in ("math", "flash", "written out"):
+        torch.manual_seed(0)
+        if sdpa == "written out":
+            monkeypatch.setattr(dqn_snake.F, "scaled_dot_product_attention", written_out)
+        flags = {} if sdpa == "written out" else {"sdpa": sdpa}
+        outputs.append(network(network="attention", **flags)(obs))
+    for output in outputs[:2]:
+        torch.testing.assert_close(output, outputs[2], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "attention"])
+def test_networks_see_where_the_body_lies(kind: str) -> None:
+    q_network, obs = network(network=kind), boards(20)
+    moved = obs.clone().flatten(1)
+    for cells in moved:
+        body, empty = ((cells >= BODY) & (cells < HEAD)).nonzero()[0], (cells == 0).nonzero()[0]
+        cells[empty], cells[body] = cells[body].clone(), 0
+    changes = (q_network(moved.view_as(obs)) - q_network(obs)).abs().amax(1)
+    assert (changes > 1e-6).all()
+
+
+# ------------------------------------------------------------------------------------------------ the loop
+
+
+@pytest.mark.parametrize("num_envs, batch_size, replay_ratio", [(7, 32, 2.0), (24, 48, 0.5), (64, 16, 1.3)])
+def test_counters_and_replay_ratio_hold_for_any_width(run, num_envs, batch_size, replay_ratio) -> None:
+    summary, folder = run(num_envs=num_envs, batch_size=batch_size, replay_ratio=replay_ratio, learning_starts=0)
+    steps = math.ceil(3000 / num_envs) * num_envs
+    assert summary["env_steps"] == steps
+    updates = checkpoint(folder)["updates"]
+    assert updates == int(steps * replay_ratio / batch_size + 1e-6)
+
+
+def test_exploration_is_drawn_for_every_lane(run, monkeypatch) -> None:
+    actions, step = [], SnakeBatch.step
+    monkeypatch.setattr(SnakeBatch, "step", lambda self, action: actions.append(action.clone()) or step(self, action))
+    monkeypatch.setattr(dqn_snake.QNetwork, "forward", lambda self, obs: torch.eye(4)[torch.zeros(len(obs)).long()])
+    monkeypatch.setattr(dqn_snake, "evaluate", lambda *_: {})
+    run(num_envs=64, start_e=0.5, end_e=0.5, total_timesteps=6400, learning_starts=10**6)
+    explored = (torch.stack(actions) != 0).float()  # 3 of 4 random actions differ from the greedy 0
+    assert explored.mean().item() == pytest.approx(0.375, abs=0.03)
+    assert 0.1 < explored.mean(1).min() and explored.mean(1).max() < 0.65  # never all or none of the lanes
+
+
+def toward_the_food(obs: torch.Tensor) -> torch.Tensor:
+    """Values (B, 4) of a player that goes straight to the food, around what is in the way of its next step."""
+    values = torch.zeros(len(obs), 4)
+    for value, board in zip(values, obs.numpy()):
+        (head,), food = np.argwhere(board >= HEAD), np.argwhere(board == FOOD)[0]
+        for action, move in enumerate(MOVES):
+            row, column = head + move
+            free = 0 <= row < len(board) and 0 <= column < len(board[0]) and board[row, column] < BODY
+            value[action] = -abs(row - food[0]) - abs(column - food[1]) if free else -1000
+    return values
+
+
+def test_evaluation_plays_every_game_once_to_its_end() -> None:
+    """Against the rule book, with the same policy and the same food."""
+    from envs.snake import SnakeEnv
+
+    args = fill_defaults(Args(**QUICK), CPU)
+    scores = []
+    for lane in range(12):
+        env = SnakeEnv(lane=lane, board=(6, 6))
+        obs, done = env.reset(seed=2**31)[0], False
+        while not done:
+            obs, _, terminated, truncated, info = env.step(toward_the_food(torch.as_tensor(obs)[None]).argmax().item())
+            done = terminated or truncated
+        scores.append(info["score"])
+    assert len(set(scores)) > 4
+    result = dqn_snake.evaluate(toward_the_food, args, 12, CPU)
+    assert result["eval_score_mean"] == pytest.approx(np.mean(scores)) and result["eval_score_max"] == max(scores)
+    assert result["eval_score_median"] == torch.tensor(scores).median() and result["eval_episodes"] == 12
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_whole_updates_against_a_loop(run, monkeypatch, double) -> None:
+    """What five updates leave, from the batches they saw: the loss, Adam, clipping, annealing, the target network."""
+    batches, sample = [], ReplayBuffer.sample
+    monkeypatch.setattr(ReplayBuffer, "sample", lambda *a: batches.append(sample(*a)) or batches[-1])
+    flags = dict(learning_rate=0.02, tau=0.3, gamma=0.9, max_grad_norm=0.05, seed=3, double=double, batch_size=40)
+    steps = dict(total_timesteps=24 * 15, learning_starts=24 * 11, replay_ratio=40 / 24, start_e=1.0, end_e=1.0)
+    _, folder = run(**flags, **steps)
+    assert len(batches) == 5
+
+    torch.manual_seed(3)
+    online, target = network(), network()
+    target.load_state_dict(online.state_dict())
+    mean = [torch.zeros_like(weight) for weight in online.parameters()]
+    square = [torch.zeros_like(weight) for weight in online.parameters()]
+    for number, (obs, action, reward, discount, next_obs) in enumerate(batches, 1):
+        assert set(discount.tolist()) <= {0.0, float(np.float32(0.9))}
+        loss = 0
+        for i in range(40):
+            values = target(next_obs[i : i + 1])[0]
+            best = (online if double else target)(next_obs[i : i + 1])[0].argmax()
+            error = online(obs[i : i + 1])[0, int(action[i])] - (reward[i] + discount[i] * values[best]).detach()
+            loss = loss + (error**2 / 2 if error.abs() < 1 else error.abs() - 0.5) / 40
+        grads = torch.autograd.grad(loss, list(online.parameters()))
+        norm = sum((grad**2).sum() for grad in grads).sqrt()
+        assert norm > 0.05  # or clipping would not be seen
+        step_size = 0.02 * 0.1 ** ((10 + number) / 15)
+        with torch.no_grad():
+            for weight, grad, m, v in zip(online.parameters(), grads, mean, square):
+                grad = grad * 0.05 / norm
+                m.mul_(0.9).add_(0.1 * grad)
+                v.mul_(0.999).add_(0.001 * grad**2)
+                root = (v / (1 - 0.999**number)).sqrt()
+                weight -= step_size * m / (1 - 0.9**number) / (root + 1e-8)
+            for slow, fast in zip(target.parameters(), online.parameters()):
+                slow.copy_(0.7 * slow + 0.3 * fast)
+    saved = load(folder)
+    for expected, name in ((online, "q_network"), (target, "target_network")):
+        for key, value in expected.state_dict().items():
+            torch.testing.assert_close(saved[name][key], value, atol=3e-4, rtol=3e-3)
+
+
+# ------------------------------------------------------------------------------------------------ resuming
+
+
+def interrupt_after(monkeypatch, calls: int, number: int = signal.SIGTERM) -> None:
+    counted = []
+
+    def epsilon(*arguments) -> float:
+        counted.append(0)
+        if len(counted) == calls:
+            signal.raise_signal(number)
+        return linear_schedule(*arguments)
+
+    monkeypatch.setattr(dqn_snake, "linear_schedule", epsilon)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch, capsys) -> None:
+    flags = dict(checkpoint_replay=True, anneal_lr=True)
+    _, whole = run(run_name="whole", **flags)
+    interrupt_after(monkeypatch, 60)
+    _, halves = run(run_name="halves", **flags)
+    assert f"--resume {halves}" in capsys.readouterr().out
+    assert checkpoint(halves)["global_step"] == 60 * 24
+    monkeypatch.undo()
+    summary, _ = run(run_name="halves", resume=str(halves), **flags)
+    expected, got = checkpoint(whole), checkpoint(halves)
+    assert set(expected) == set(got)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor) and name != "envs.finished":
+            assert torch.equal(value, got[name]), name
+    counters = "global_step", "updates", "samples_due"
+    assert [got[name] for name in counters] == [expected[name] for name in counters]
+    assert summary["env_steps"] == 3000
+
+
+def test_a_board_of_the_same_size_does_not_fit(run, capsys) -> None:
+    _, folder = run(board="4x9")
+    with pytest.raises(SystemExit) as error:
+        run(board="9x4", resume=str(folder), total_timesteps=4000)
+    assert error.value.code == 2 and "--board 9x4: must be 4x9" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ switches
+
+
+def test_bf16_says_nearly_what_fp32_says() -> None:
+    q_network = network()
+    obs = boards(50)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = q_network(obs)
+    torch.testing.assert_close(half, q_network(obs), atol=0.03, rtol=0.03)
+
+
+def test_attention_takes_the_kernel_for_cpus() -> None:
+    assert network(network="attention").trunk.layer1.kernel(torch.float32, CPU) == "flash_attention"
+
+
+def test_bf16_moves_what_the_network_says_and_reaches_every_weight(run, monkeypatch) -> None:
+    """One autocast context around many updates would go on with the first weights: outputs must change every time."""
+    probe, said, copied, networks, gradients = boards(4), [], [], [], []
+    init = QNetwork.__init__
+    monkeypatch.setattr(QNetwork, "__init__", lambda self, *a: networks.append(self) or init(self, *a))
+    monkeypatch.setattr(dqn_snake, "pick_precision", lambda *_: torch.bfloat16)
+
+    class WatchedAdam(torch.optim.Adam):
+        def step(self, *arguments):
+            super().step(*arguments)
+            gradients[:] = [weight.grad for weight in self.param_groups[0]["params"]]
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                said.append(networks[0](probe))
+                copied.append(copy.deepcopy(networks[0])(probe))  # new tensors: no cast of them can be an old one
+
+    monkeypatch.setattr(torch.optim, "Adam", WatchedAdam)
+    summary, _ = run(total_timesteps=1200, learning_rate=1e-2)
+    assert summary["precision"] == "bfloat16" and len(said) > 20
+    assert not any(torch.equal(before, after) for before, after in zip(said[1:], said[2:]))
+    assert all(torch.equal(*pair) for pair in zip(said, copied))
+    assert all(gradient.dtype == torch.float32 and gradient.abs().sum() > 0 for gradient in gradients)
+
+
+def head(summary: dict, folder: Path) -> list[float]:
+    return checkpoint(folder)["q_network.head.bias"].tolist()
+
+
+def updates(summary: dict, folder: Path) -> int:
+    return checkpoint(folder)["updates"]
+
+
+FLAGS = {  # another value than QUICK's, and where it shows
+    "seed": (2, head),
+    "total_timesteps": (1200, lambda s, f: s["env_steps"]),
+    "run_name": ("other", lambda s, f: f.name),
+    "env_id": ("SnakeBlocks-v0", lambda s, f: scalars(f)["charts/episodic_return"][-1] < -100),
+    "board": ("5x7", lambda s, f: checkpoint(f)["envs.codes"].shape),
+    "num_envs": (25, lambda s, f: checkpoint(f)["envs.head"].shape),
+    "network": ("attention", lambda s, f: s["sdpa"]),
+    "hidden_size": (40, lambda s, f: checkpoint(f)["q_network.head.weight"].shape),
+    "learning_rate": (1e-2, head),
+    "anneal_lr": (False, lambda s, f: round(scalars(f)["losses/learning_rate"][-1], 6)),
+    "buffer_size": (960, head),
+    "gamma": (0.5, head),
+    "double": (False, head),
+    "batch_size": (96, updates),
+    "replay_ratio": (1.0, updates),
+    "learning_starts": (1000, updates),
+    "start_e": (0.5, lambda s, f: checkpoint(f)["envs.codes"].tolist()),
+    "end_e": (0.5, lambda s, f: scalars(f)["charts/epsilon"][-1]),
+    "exploration_fraction": (1.0, lambda s, f: checkpoint(f)["envs.codes"].tolist()),
+    "tau": (0.5, lambda s, f: checkpoint(f)["target_network.head.bias"].tolist()),
+    "max_grad_norm": (1e-3, head),
+    "threads": (2, lambda s, f: s["device"]),
+    "log_every": (1e-6, lambda s, f: len(scalars(f)["charts/SPS"]) > 60),
+    "eval_every": (0.02, lambda s, f: len(scalars(f)["eval/score_mean"]) > 1),
+    "eval_episodes": (11, lambda s, f: s["eval_episodes"]),
+    "checkpoint_replay": (True, lambda s, f: "replay.obs" in checkpoint(f)),
+    "video": (True, lambda s, f: (f / "videos" / "snake.gif").exists()),
+}
+ELSEWHERE = {  # have a test of their own
+    "device", "max_seconds", "run_dir", "bf16", "fp16", "tf32", "compile", "compile_mode", "cudagraph",
+    "sdpa", "checkpoint_every", "resume", "evaluate", "render", "wandb",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[dict, Path]:
+    folder = tmp_path_factory.mktemp("plain")
+    return main(Args(**QUICK | {"run_dir": str(folder), "run_name": "run"})), folder / "run"
+
+
+def test_no_flag_is_without_a_test() -> None:
+    assert {field.name for field in dataclasses.fields(Args)} == set(FLAGS) | ELSEWHERE
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_changes_what_it_says(run, plain, flag) -> None:
+    value, look = FLAGS[flag]
+    more = {"board": "9x9"} if flag == "env_id" else {}
+    assert look(*run(**{flag: value} | more)) != look(*plain)
+
+
+# ------------------------------------------------------------------------------------------------ what a run leaves
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+def change(path: str, new) -> Callable[[dict], None]:
+    """Replace the part of a checkpoint at a path ([in brackets] a name with dots) by `new`, or by `new(part)`."""
+
+    def apply(saved: dict) -> None:
+        names = [one or other for one, other in re.findall(r"\[(.*?)\]|([^.]+)", path)]
+        *names, last = (int(name) if name.isdecimal() else name for name in names)
+        for name in names:
+            saved = saved[name]
+        saved[last] = new(saved[last]) if callable(new) else new
+
+    return apply
+
+
+def remove(name: str) -> Callable[[dict], None]:
+    return lambda saved: saved.pop(name)
+
+
+MOMENT = "optimizer.2.exp_avg"
+MALFORMED = {
+    "weights no dict": change("q_network", [1, 2]),
+    "target of another shape": change("target_network", lambda part: part | {"head.bias": torch.zeros(4)}),
+    "moments too small": change(MOMENT, torch.zeros(1)),
+    "moments of another dtype": change(MOMENT, lambda part: part.double()),
+    "moments not finite": change(MOMENT, lambda part: part * math.nan),
+    "moments missing": change("optimizer", lambda part: {0: part[0]}),
+    "steps as a number": change("optimizer.2.step", 3),
+    "generator too short": change("generator", lambda part: part[:-1]),
+    "generator not one": change("generator", lambda part: torch.full_like(part, 255)),
+    "generator a number": change("generator", 3),
+    "games of another shape": change("envs.head", lambda part: part[:1]),
+    "games of another dtype": change("envs.head", lambda part: part.float()),
+    "games missing": change("envs", lambda part: {k: v for k, v in part.items() if k != "slot"}),
+    "head off the board": change("envs.head", lambda part: part + 1000),
+    "negative head": change("envs.head", lambda part: part - 1000),
+    "codes that are none": change("envs.codes", lambda part: part + 100),
+    "slots off the list": change("envs.slot", lambda part: part + 1000),
+    "heading that is none": change("envs.heading", lambda part: part + 4),
+    "replay off its end": change("replay.position", lambda part: part + 1000),
+    "replay larger than it is": change("replay.size", lambda part: part + 1000),
+    "actions that are none": change("replay.action", lambda part: part + 100),
+    "boards that are none": change("replay.obs", lambda part: part + 100),
+    "rewards not finite": change("replay.reward", lambda part: part * math.inf),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    flags = {"run_dir": str(folder), "run_name": "run", "total_timesteps": 960, "checkpoint_replay": True}
+    main(Args(**QUICK | flags))
+    return folder / "run"
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_checkpoints_are_refused_before_anything_changes(whole, tmp_path, capsys, name) -> None:
+    saved = load(whole)
+    MALFORMED[name](saved)
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as error:
+        main(Args(**QUICK | {"resume": str(tmp_path), "checkpoint_replay": True, "run_dir": str(tmp_path)}))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1 and f"--resume {tmp_path}" in said, said
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+# ------------------------------------------------------------------------------------------------ learning
+
+
+@pytest.mark.slow
+def test_it_learns_in_a_minute(tmp_path) -> None:
+    """A random player eats next to nothing. Counted in steps, so that a busy machine learns as much."""
+    quick = dict(
+        total_timesteps=400_000, eval_episodes=100, eval_every=0, video=False, device="cpu", run_dir=str(tmp_path)
+    )
+    assert main(Args(**quick))["eval_score_mean"] > 12
+
+
+# ------------------------------------------------------------------------------------------------ CUDA
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize(
+    "flags", [{}, {"bf16": True}, {"fp16": True}, {"tf32": True}, {"network": "attention", "bf16": True}], ids=str
+)
+def test_graphs_learn_what_eager_learns(run, flags) -> None:
+    """Also catches numbers frozen at capture: epsilon and the learning rate change over the run."""
+    _, eager = run(run_name="eager", **flags | {"device": "cuda"})
+    summary, graphs = run(run_name="graphs", cudagraph=True, **flags | {"device": "cuda"})
+    assert summary["cudagraph"]
+    expected, got = checkpoint(eager), checkpoint(graphs)
+    assert torch.equal(expected["generator"], got["generator"])
+    for name, value in expected.items():
+        if name.startswith("q_network"):
+            torch.testing.assert_close(got[name], value, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_compile_modes_on_cuda(run, mode) -> None:
+    assert run(device="cuda", compile=True, compile_mode=mode, total_timesteps=1200)[0]["compiled"]
