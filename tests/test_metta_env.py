@@ -15,7 +15,8 @@ from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import envs  # noqa: F401  registers the ids
-from benchmark import ARENAS, metta_action, random_hearts, scripted_hearts
+from benchmarks.metta_parts import ARENAS
+from benchmarks.players import metta_action, random_hearts, scripted_hearts
 from envs.metta import (
     ACTIONS,
     ARMOR,

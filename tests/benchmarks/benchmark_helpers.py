@@ -1,8 +1,10 @@
 """What several tests of the benchmark need."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ import ppo_metta
 from benchmarks import report
 
 PROJECT = Path(__file__).parent.parent.parent
+PAGES = [PROJECT / "README.md", PROJECT / "benchmarks.md", *sorted((PROJECT / "benchmarks" / "pages").glob("*.md"))]
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 SCRIPTS = {"dqn_snake.py": dqn_snake, "ppo_metta.py": ppo_metta, "dqn_mario_async.py": dqn_mario_async}
@@ -27,6 +30,11 @@ def fake_table(monkeypatch, name: str, measure: Callable | None) -> None:
 def page_of(name: str) -> str:
     """The page of a table, as it is now."""
     return report.page_file(name).read_text()
+
+
+def results(name: str) -> dict[str, Any]:
+    """What was measured of a table."""
+    return json.loads((PROJECT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
 def cells(text: str) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ import torch
 import tyro
 from benchmark_helpers import CPU, SCRIPTS
 
+import dqn_snake
 from benchmarks import all_scripts, games, harness, sb3_peers, snake
 from benchmarks.harness import Options
 
@@ -55,3 +56,11 @@ def test_what_would_not_fit_is_not_started(monkeypatch) -> None:
     text, _ = all_scripts.scaling(Options(repeats=1), CPU)
     assert "| `dqn_snake.py --num-envs 65536` | too little memory |" in text
     assert "| `dqn_snake.py --num-envs 4096` | 1 (1–1) |" in text and not any("envs 65536" in flags for flags in asked)
+
+
+def test_the_benchmark_times_the_matmuls_of_an_update(tmp_path) -> None:
+    args = dqn_snake.fill_defaults(dqn_snake.Args(device="cpu"), CPU)
+    q_network = dqn_snake.QNetwork(args, CPU)
+    torch.save({"q_network": q_network.state_dict()}, tmp_path / "checkpoint.pt")
+    seconds = [snake.matmul_seconds(batch, tmp_path / "checkpoint.pt", CPU) for batch in (16, 4096)]
+    assert 0 < 10 * seconds[0] < seconds[1]
