@@ -29,7 +29,8 @@ SCRIPTS = {
     "ppo_metta.py": ppo_metta,
     "dqn_mario_async.py": dqn_mario_async,
 }
-PAGES = ["README.md", "benchmarks.md", *(f"benchmarks/pages/{path.name}" for path in ROOT.glob("benchmarks/pages/*.md"))]
+PAGES = ["README.md", "benchmarks.md"]
+PAGES += [f"benchmarks/pages/{path.name}" for path in ROOT.glob("benchmarks/pages/*.md")]
 SHARED = "fail say check_memory pick_device matmuls_per_second pick_threads bf16_speedup pick_precision try_compile "
 SHARED += "CUDAGraphStep PhaseTimer Interrupts restore_process make_run_folder write_json write_scalars "
 SHARED += "save_checkpoint find_checkpoint load_checkpoint saved_flags layout check_layout "

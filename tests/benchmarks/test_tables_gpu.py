@@ -43,7 +43,7 @@ STEADY |= {"charts/replay_ratio": 2.0, "perf/rollout_fraction": 0.75}
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def fake_gpu(monkeypatch):
     """A made-up GPU, twice as fast with --bf16, without --fp16 and SB3. Gives the limits of its rows."""
     limits = []
 
@@ -76,7 +76,7 @@ def gpu(monkeypatch):
     return limits
 
 
-def test_a_gpu_has_a_section_with_every_row_and_why_one_is_empty(tmp_path, gpu, capsys) -> None:
+def test_a_gpu_has_a_section_with_every_row_and_why_one_is_empty(tmp_path, fake_gpu, capsys) -> None:
     before = page_of("gpu")
     main(Options("gpu", "cuda", json="all.json"))
     page = page_of("gpu")
@@ -102,11 +102,11 @@ def test_a_gpu_has_a_section_with_every_row_and_why_one_is_empty(tmp_path, gpu, 
     assert report.section(raw, gpu.gpu_tables(raw)) in page
 
 
-def test_a_run_on_a_gpu_that_is_cut_off_has_lost_nothing(tmp_path, gpu, monkeypatch) -> None:
+def test_a_run_on_a_gpu_that_is_cut_off_has_lost_nothing(tmp_path, fake_gpu, monkeypatch) -> None:
     whole = gpu.in_fork
 
     def in_fork(call, limit: float) -> dict:
-        if len(gpu) == 4:
+        if len(fake_gpu) == 4:
             raise KeyboardInterrupt
         return whole(call, limit)
 
@@ -120,7 +120,7 @@ def test_a_run_on_a_gpu_that_is_cut_off_has_lost_nothing(tmp_path, gpu, monkeypa
     assert "| `--fp16` | failed: out of memory |" in page_of("gpu")
 
 
-def test_rows_on_a_gpu_end_when_their_time_or_that_of_all_is_over(gpu, monkeypatch) -> None:
+def test_rows_on_a_gpu_end_when_their_time_or_that_of_all_is_over(fake_gpu, monkeypatch) -> None:
     now = [0.0]
     whole = gpu.in_fork
 
@@ -131,7 +131,7 @@ def test_rows_on_a_gpu_end_when_their_time_or_that_of_all_is_over(gpu, monkeypat
     monkeypatch.setattr(gpu, "in_fork", in_fork)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     text, raw = gpu.gpu(Options("gpu"), CUDA)
-    assert sum(gpu) <= gpu.GPU_SIZES.total_seconds == now[0]
+    assert sum(fake_gpu) <= gpu.GPU_SIZES.total_seconds == now[0]
     assert "food" in raw["rows"] and "found" in next(iter(raw["rows"]["food"].values()))
     assert cells(text)["`--bf16 --compile --cudagraph`"][0] == "not measured: no time left"
 
