@@ -14,7 +14,7 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 import envs
-from benchmark import mario_jumper
+from benchmarks.players import mario_jumper
 from envs import mario
 from envs.mario import (
     ACTIONS,

@@ -16,7 +16,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import envs  # noqa: F401  registers the ids
-from benchmark import ARENAS, metta_action, random_hearts, scripted_hearts
+from benchmarks.metta_parts import ARENAS
+from benchmarks.players import metta_action, random_hearts, scripted_hearts
 from envs.metta import MettaArena, Thing
 from envs.metta_batch import MettaBatch
 from envs.metta_rules import (

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from envs.metta import FEATURES, MettaBatch
+from envs.metta_batch import MettaBatch
+from envs.metta_rules import FEATURES
 from envs.metta_view import TokenView
 
 CPU = torch.device("cpu")

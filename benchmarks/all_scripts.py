@@ -1,0 +1,158 @@
+"""Tables over all scripts: bf16, a busy machine, and what a step costs as work grows."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from benchmarks import harness
+from benchmarks.harness import SPEED_RUN, Options, column, median, ratios
+from benchmarks.report import markdown_table, median_min_max, table
+
+BF16_COMMANDS = [
+    "dqn_snake.py",
+    "dqn_snake_sb3_compat.py",
+    "ppo_metta.py",
+    "dqn_mario_async.py",
+    "dqn_snake.py --batch-size 8192",
+    "ppo_metta.py --rnn none",
+    "dqn_mario_async.py --batch-size 128",
+]
+
+
+@table(
+    "bf16",
+    caption="""
+    Every script with `--bf16` beside itself without it, in turn: steps end to end, and learning alone.
+    """,
+)
+def bf16(options: Options, device: torch.device) -> tuple[str, dict]:
+    commands = BF16_COMMANDS[:1] if options.fast else BF16_COMMANDS
+    calls = {}
+    for command in commands:
+        script, _, flags = command.partition(" ")
+        for switch in ("", "--bf16"):
+            all_flags = f"{SPEED_RUN} --max-seconds {5 if options.fast else 10} {flags} {switch}".strip()
+            calls[f"{command} {switch}".strip()] = partial(harness.run, all_flags, options, script)
+    measured = harness.alternate(options, calls)
+
+    def learning_rates(runs: list[dict]) -> list[float]:
+        return [one["samples_per_second"] / (one["train_fraction"] or 1) for one in runs]
+
+    rows = []
+    for command in commands:
+        fp32 = measured[command]
+        bf16 = measured[f"{command} --bf16"]
+        row = [f"`{command}`"]
+        steps = [column(runs, "env_steps_per_second") for runs in (fp32, bf16)]
+        learning = [learning_rates(runs) for runs in (fp32, bf16)]
+        for without, with_it in (steps, learning):
+            row += [median_min_max(without), median_min_max(with_it), median_min_max(ratios(with_it, without), 2)]
+        rows.append([*row, bf16[0]["precision"]])
+    header = "command | env steps/s | with `--bf16` | × | "
+    header += "learned from per second, while learning | with `--bf16` | × | precision with it"
+    return markdown_table(header, rows), {"runs": measured}
+
+
+def beside_busy_process(work: Callable[[], dict]) -> dict:
+    """What `work` returns while another process keeps a core busy."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            return work()
+        finally:
+            other.kill()
+
+
+@table(
+    "busy",
+    caption="""
+    Steps per second end to end on a quiet machine and beside one process that keeps a core busy, in turn.
+
+    These two scripts take all cores by default, and fewer where they find them busy at the start; the others take one.
+    """,
+)
+def busy(options: Options, device: torch.device) -> tuple[str, dict]:
+    cores = torch.get_num_threads()
+    scripts = ["dqn_snake.py"] if options.fast else ["dqn_snake.py", "ppo_metta.py"]
+    calls = {}
+    for script in scripts:
+        for name, threads in (("default", ""), ("all threads", f"--threads {cores}")):
+            flags = f"{SPEED_RUN} --max-seconds {5 if options.fast else 10} {threads}".strip()
+            run = partial(harness.run, flags, options, script)
+            calls[f"{script}, {name}, quiet"] = run
+            calls[f"{script}, {name}, busy"] = partial(beside_busy_process, run)
+    measured = harness.alternate(options, calls)
+    rows = []
+    for script in scripts:
+        rates = {}
+        for name in ("default, quiet", "default, busy", "all threads, quiet", "all threads, busy"):
+            rates[name] = column(measured[f"{script}, {name}"], "env_steps_per_second")
+        gain = ratios(rates["default, busy"], rates["all threads, busy"])
+        rows.append([f"`{script}`", *map(median_min_max, rates.values()), median_min_max(gain, 1)])
+    header = "env steps/s of | default, quiet | default, busy | "
+    header += f"`--threads {cores}`, quiet | `--threads {cores}`, busy | × of default while busy"
+    return markdown_table(header, rows), {"runs": measured}
+
+
+SIZES = {  # values by command, smallest first
+    "dqn_snake.py --num-envs": [1, 16, 256, 4096, 65536],
+    "dqn_snake.py --batch-size": [32, 512, 8192, 65536],
+    "dqn_snake.py --board": ["6x6", "10x10", "16x16", "32x32"],
+    "ppo_metta.py --size 40 --num-envs 32 --agents": [6, 24, 96],
+    "ppo_metta.py --num-envs": [1, 16, 256, 2048],
+    "dqn_mario_async.py --envs-per-collector": [1, 8, 64],
+}
+
+
+def amount(value: int | str) -> int:
+    """How much work a value is: cells of a board, or the number itself."""
+    return math.prod(map(int, str(value).split("x")))
+
+
+@table(
+    "scaling",
+    caption="""
+    What a step costs as work grows, end to end: a script with one flag changed, smallest first.
+
+    A step of `ppo_metta.py` is one agent's. A size whose memory, judged by the growth so far, would not fit is not
+    started.
+    """,
+)
+def scaling(options: Options, device: torch.device) -> tuple[str, dict]:
+    rows = []
+    raw = []
+    for command, values in SIZES.items():
+        script, flag = command.split(" ", 1)
+        base = f"{SPEED_RUN} --max-seconds {5 if options.fast else 8}"
+        if script != "ppo_metta.py":
+            base += " --learning-starts 1000"
+        if options.fast:
+            values = values[::3]
+        peaks = []
+        for i, value in enumerate(values):
+            run = partial(harness.run, f"{base} {flag} {value}", options, script)
+            try:
+                if peaks:
+                    growth = (peaks[-1] - peaks[0]) * amount(value) / amount(values[i - 1])
+                    if peaks[0] + growth > 0.8 * harness.free_gib(device):
+                        raise MemoryError
+                runs = harness.alternate(options, {value: run})[value]
+            except MemoryError:
+                rows.append([f"`{command} {value}`", "too little memory", "", "", "", ""])
+                break
+            peaks.append(max(column(runs, "peak_memory_gib")))
+            raw.append({"script": script, "flag": flag, "value": value, "runs": runs})
+            row = [
+                f"`{command} {value}`",
+                median_min_max(column(runs, "env_steps_per_second")),
+                f"{median(runs, 'updates_per_second'):,.1f}",
+                f"{median(runs, 'samples_per_second'):,.1f}",
+                f"{median(runs, 'replay_ratio'):.2f}",
+                f"{peaks[-1]:.2f}",
+            ]
+            rows.append(row)
+    header = "command | env steps/s | updates/s | samples/s | replay ratio | peak GiB"
+    return markdown_table(header, rows), {"cells": raw}

@@ -1,0 +1,382 @@
+"""The table of one GPU: a run of a few seconds for each row, in a process of its own, once."""
+
+import importlib
+import io
+import json
+import multiprocessing
+import shlex
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+import dqn_snake
+from benchmarks import harness, report
+from benchmarks.games import snake_rates
+from benchmarks.harness import Options, measure_rate
+from benchmarks.metta_parts import metta_env_rate
+from benchmarks.report import active_switches, code, markdown_table, table
+from benchmarks.sb3_peers import FOREVER
+from benchmarks.snake import least_work
+
+
+@dataclass
+class GpuSizes:
+    """What --suite gpu measures with."""
+
+    total_seconds: float = 565.0
+    """of all rows; to import PyTorch takes 15 more"""
+    alone_seconds: float = 1.0
+    """of a matmul, and of a game alone"""
+    run_seconds: float = 4.0
+    """of a run, from the beginning of its loop"""
+    matmul_side: int = 8192
+    snake_widths: tuple[int, ...] = (1024, 4096, 16384, 65536)
+    """games"""
+    arena_widths: tuple[int, ...] = (128, 1024, 4096)
+    """arenas"""
+    snake: str = "--batch-size 8192"
+    learn: str = "--max-seconds 300 --eval-every 60"
+    arena: str = ""
+    transformer: str = "--policy transformer --buffer-size 20000 --exploration-initial-eps 0.05"
+    batches: tuple[int, ...] = (8192, 16384)
+    """of the transformer"""
+
+
+GPU_SIZES = GpuSizes()
+GPU_TRIAL = GpuSizes(  # --fast: the same rows in 90 seconds
+    total_seconds=75.0,
+    alone_seconds=0.1,
+    run_seconds=0.5,
+    matmul_side=256,
+    snake_widths=(16, 64),
+    arena_widths=(1, 2),
+    snake="--board 5x5 --num-envs 64 --batch-size 64 --hidden-size 32 --buffer-size 2000 --learning-starts 200",
+    learn="--max-seconds 4 --eval-every 1.5 --eval-episodes 20 --log-every 0.5",
+    arena="--num-envs 2 --hidden-size 16 --num-steps 8 --bptt-horizon 8 --num-minibatches 2",
+    transformer="--policy transformer --board 5x5 --buffer-size 500 --exploration-initial-eps 0.05",
+    batches=(8, 16),
+)
+GPU_SWITCHES = {
+    "snake": ["", "--bf16", "--fp16", "--tf32", "--cudagraph", "--bf16 --cudagraph"],
+    "arena": ["", "--bf16", "--cudagraph", "--bf16 --cudagraph"],
+    "transformer": ["", "--bf16"],
+}
+GPU_COMPILED = {"snake": ["--compile", "--bf16 --compile --cudagraph"], "arena": ["--bf16 --compile --cudagraph"]}
+PRELOADED = ["torch", "torch._dynamo", "torch.utils.flop_counter", "torch.utils.tensorboard", "gymnasium.vector"]
+PRELOADED += ["tyro", "tensorboard.backend.event_processing.event_accumulator"]  # by what rows are forked from
+
+
+def in_fork(call: Callable[[], Any], limit: float) -> dict:
+    """What `call` returns in a process of its own as "found", or in one line as "note" why it returns nothing.
+
+    The process is forked from one that has imported PyTorch and never touched a GPU: it begins at once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=fork_main, args=(sender, call))
+    process.start()
+    sender.close()  # with it open here, the end of the process would not be noticed
+    try:
+        if receiver.poll(limit):
+            return receiver.recv()
+        return {"note": f"failed: not done after {limit:.0f} s"}
+    except EOFError:
+        process.join()
+        return {"note": f"failed: its process ended with exit code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def fork_main(sender: Connection, call: Callable[[], Any]) -> None:
+    """The process of `in_fork`. What a script says of switches that are not active is sent along."""
+    output = io.StringIO()
+    errors = io.StringIO()
+    try:
+        with redirect_stdout(output), redirect_stderr(errors):
+            result = {"found": call()}
+    except ModuleNotFoundError as error:
+        result = {"note": f"not measured: {error.name} is not installed"}
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            reason = errors.getvalue()
+        if dqn_snake.is_out_of_memory(error):
+            reason = "out of memory"
+        line = " ".join(reason.split()).replace("|", "/")
+        result = {"note": f"failed: {line[:150]}"}
+    result["said"] = [line for line in output.getvalue().splitlines() if line.startswith("--")]
+    sender.send(result)
+
+
+def bf16_matmul_rate(side: int, seconds: float, device: str) -> float:
+    """Floating point operations per second of a large matmul in bfloat16."""
+    x = torch.randn(side, side, device=device).bfloat16()
+    y = torch.randn(side, side, device=device).bfloat16()
+
+    def work() -> None:
+        for _ in range(8):
+            torch.mm(x, y)
+
+    return measure_rate(work, 8 * 2 * side**3, seconds, device)
+
+
+def run_here(script: str, flags: str, folder: str) -> dict:
+    """Summary of a run of the real script, in this process and with nothing from .env."""
+    module = importlib.import_module(script.removesuffix(".py"))
+    command = [*shlex.split(flags), "--no-video", "--run-dir", folder, "--run-name", "run"]
+    return module.main(tyro.cli(module.Args, args=command))
+
+
+def speed_run(script: str, flags: str, seconds: float) -> dict:
+    """Summary of a run that ends `seconds` after its loop began: to compile takes none of them, nor is it evaluated.
+
+    "steady" has the median of every scalar over the log intervals, without the first, in which a GPU warms up.
+    """
+    module = importlib.import_module(script.removesuffix(".py"))
+    write_scalars = module.write_scalars
+
+    def write_and_start_clock(writer: Any, scalars: dict[str, float], step: int) -> None:
+        write_scalars(writer, scalars, step)
+        if "perf/warmup_s" in scalars:  # the last that is written before the loop
+            signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGTERM))
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    module.write_scalars = write_and_start_clock
+    with tempfile.TemporaryDirectory() as folder:
+        summary = run_here(script, flags, folder)
+        run_folder = Path(folder) / "run"
+        summary["steady"] = harness.median_scalars(run_folder)
+        summary["args"] = json.loads((run_folder / "args.json").read_text())
+        if script == "dqn_snake.py":
+            summary["update_flops"] = least_work(summary["args"]["batch_size"], run_folder / "checkpoint.pt")[0]
+    return summary
+
+
+def learning_run(flags: str) -> dict:
+    """Summary of a run of dqn_snake.py with its evaluations, those on the way and the last."""
+    with tempfile.TemporaryDirectory() as folder:
+        summary = run_here("dqn_snake.py", flags, folder)
+        return summary | {"curve": harness.eval_curve(Path(folder) / "run")}
+
+
+def sb3_transformer(flags: str, seconds: float) -> dict:
+    """What `speed_run` of the GPU suite says, of SB3's DQN with flags of dqn_snake_sb3_compat.py, from update 2 on."""
+    from stable_baselines3 import DQN
+
+    compat = importlib.import_module("dqn_snake_sb3_compat")
+    args = tyro.cli(compat.Args, args=shlex.split(flags))
+    torch.set_num_threads(args.threads)
+    names = f"{compat.PLAIN_HYPERPARAMETERS} learning_rate train_freq"
+    settings = {name: getattr(args, name) for name in names.split()}
+    network = {
+        "features_extractor_class": compat.Transformer,
+        "features_extractor_kwargs": {"dropout": args.dropout},
+        "net_arch": [128],
+    }
+    game = compat.make_envs(args, 1)[0]
+    model = DQN("MlpPolicy", game, policy_kwargs=network, device=args.device, seed=args.seed, **settings)
+    update_ends = []
+
+    def goes_on(*_: Any) -> bool:
+        if model._n_updates > len(update_ends):
+            update_ends.append(time.perf_counter())
+        return len(update_ends) < 3 or update_ends[-1] - update_ends[1] < seconds
+
+    model.learn(FOREVER, callback=goes_on)
+    updates_per_second = (len(update_ends) - 2) / (update_ends[-1] - update_ends[1])
+    rates = {
+        "charts/updates_per_second": updates_per_second,
+        "charts/samples_per_second": updates_per_second * args.batch_size,
+    }
+    memory = dqn_snake.peak_memory_gib(torch.device(args.device))
+    active = {"precision": "float32", "sdpa": None, "compiled": False, "cudagraph": False}
+    return {"steady": rates, "peak_memory_gib": memory} | active
+
+
+def gpu_plan(sizes: GpuSizes, device: torch.device) -> list[tuple]:
+    """(part, name, most seconds, what to call) of every row, in the order in which they are measured.
+
+    What matters most comes first. About how many seconds they take on a GPU: matmul 4, switches of Snake 6 x 7, food
+    313, Snake alone 4 x 4, switches of the arena 4 x 9, arena alone 3 x 6, transformer 6 x 9. That is 483 of
+    `total_seconds`, 565, so 82 are left for what compiles, 3 x 27, which comes last: nobody knows how long it takes.
+    """
+    plan = []
+    where = f"--device {device.type} --threads 1"
+    base = f"{where} --eval-every 0 --checkpoint-every 0 --log-every 1 --max-seconds 600"
+    scripts = {"snake": "dqn_snake.py", "arena": "ppo_metta.py"}
+    flags = {"snake": f"{base} {sizes.snake}", "arena": f"{base} {sizes.arena}"}
+
+    def add(part: str, name: Any, limit: float, function: Callable, **arguments: Any) -> None:
+        plan.append((part, str(name), limit, partial(function, **arguments)))
+
+    def add_run(part: str, switch: str, limit: float) -> None:
+        command = f"{flags[part]} {switch}".strip()
+        add(part, switch, limit, speed_run, script=scripts[part], flags=command, seconds=sizes.run_seconds)
+
+    alone = {"seconds": sizes.alone_seconds, "device": device.type}
+    add("matmul", sizes.matmul_side, 20, bf16_matmul_rate, side=sizes.matmul_side, **alone)
+    for switch in GPU_SWITCHES["snake"]:
+        add_run("snake", switch, 25)
+    learn = f"{sizes.snake} {sizes.learn} --bf16 --cudagraph"
+    add("food", learn, 345, learning_run, flags=f"{where} {learn}")
+    for width in sizes.snake_widths:
+        add("snake alone", width, 20, snake_rates, widths=(width,), **alone)
+    for switch in GPU_SWITCHES["arena"]:
+        add_run("arena", switch, 35)
+    for width in sizes.arena_widths:
+        add("arena alone", width, 30, metta_env_rate, flags=f"--num-envs {width} --threads 1", **alone)
+    for batch in sizes.batches:
+        sized = f"{base} {sizes.transformer} --batch-size {batch}"
+        add("transformer", f"{batch}, SB3", 35, sb3_transformer, flags=sized, seconds=sizes.run_seconds)
+        for switch in GPU_SWITCHES["transformer"]:
+            name = f"{batch}, ours {switch}".strip()
+            command = {"script": "dqn_snake_sb3_compat.py", "flags": f"{sized} {switch}".strip()}
+            add("transformer", name, 35, speed_run, seconds=sizes.run_seconds, **command)
+    for part, switches in GPU_COMPILED.items():
+        for switch in switches:
+            add_run(part, switch, 90)
+    return plan
+
+
+def gpu_tables(raw: dict) -> str:
+    """The tables of what has been measured so far. A row of which nothing was found says why."""
+    rows = raw["rows"]
+    peak = rows["matmul"][str(raw["sizes"]["matmul_side"])].get("found")  # the first row of all
+
+    def times(one: dict, scalar: str, part: str, name: str) -> str:
+        """How many times what the row `name` has."""
+        other = rows[part].get(name, {}).get("found")
+        if other is None or not other["steady"][scalar]:
+            return "–"
+        return f"{one['steady'][scalar] / other['steady'][scalar]:.2f}"
+
+    def matmul(name: str, rate: float) -> list[str]:
+        return [f"{rate / 1e12:,.1f}"]
+
+    def snake(name: str, one: dict) -> list[str]:
+        steady = one["steady"]
+        learning = steady["charts/samples_per_second"] / max(1 - steady["perf/rollout_fraction"], 1e-9)
+        flops = learning / one["args"]["batch_size"] * one["update_flops"]
+        return [
+            f"{steady['charts/SPS']:,.0f}",
+            times(one, "charts/SPS", "snake", ""),
+            f"{steady['charts/samples_per_second']:,.0f}",
+            f"{learning:,.0f}",
+            f"{flops / 1e12:,.1f}",
+            f"{flops / peak:.1%}" if peak else "–",
+            f"{steady['charts/replay_ratio']:.2f}",
+            *memory_and_switches(one),
+        ]
+
+    def food(name: str, one: dict) -> list[str]:
+        readings = [f"{score:.1f} after {seconds:.0f} s" for seconds, score in one["curve"]]
+        return [" · ".join(readings), f"{one['eval_score_max']:.0f}", f"{one['env_steps_per_second']:,.0f}"]
+
+    def snake_alone(name: str, rates: list[float]) -> list[str]:
+        return [f"{rates[0]:,.0f}"]
+
+    def arena(name: str, one: dict) -> list[str]:
+        steady = one["steady"]
+        return [
+            f"{steady['charts/SPS']:,.0f}",
+            times(one, "charts/SPS", "arena", ""),
+            f"{steady['perf/rollout_fraction']:.0%}",
+            f"{steady['charts/replay_ratio']:.2f}",
+            *memory_and_switches(one),
+        ]
+
+    def arena_alone(name: str, rate: float) -> list[str]:
+        return [f"{rate:,.0f}"]
+
+    def transformer(name: str, one: dict) -> list[str]:
+        batch = name.split(",")[0]
+        return [
+            f"{one['steady']['charts/samples_per_second']:,.0f}",
+            times(one, "charts/samples_per_second", "transformer", f"{batch}, SB3"),
+            f"{one['steady']['charts/updates_per_second']:.2f}",
+            *memory_and_switches(one),
+        ]
+
+    end = "peak GiB | what was active"
+    snake_header = f"`dqn_snake.py {raw['sizes']['snake']}` | env steps/s | × | samples/s | samples/s while learning"
+    columns = {
+        "matmul": ("side of a bf16 matmul | TFLOP/s", matmul),
+        "snake": (f"{snake_header} | TFLOP/s then | of the matmul's | replay ratio | {end}", snake),
+        "food": ("`dqn_snake.py` | mean food after so many seconds of training | best game | env steps/s", food),
+        "snake alone": ("games of Snake alone | env steps/s", snake_alone),
+        "arena": (f"`ppo_metta.py` | agent steps/s | × | in rollouts | replay ratio | {end}", arena),
+        "arena alone": ("arenas alone | agent steps/s", arena_alone),
+        "transformer": (f"batch of the transformer | samples/s | × | updates/s | {end}", transformer),
+    }
+    texts = []
+    for part, (header, cells) in columns.items():
+        if part in rows:
+            texts.append(gpu_table(header, rows[part], cells))
+    return "\n\n".join(texts)
+
+
+def gpu_table(header: str, rows: dict[str, dict], cells: Callable[[str, Any], list[str]]) -> str:
+    lines = []
+    for name, row in rows.items():
+        label = code(name) if name.startswith("--") else name or "default"
+        if "found" in row:
+            others = cells(name, row["found"])
+        else:
+            others = [row["note"], *[""] * (header.count(" | ") - 1)]
+        lines.append([label, *others])
+    return markdown_table(header, lines)
+
+
+def memory_and_switches(one: dict) -> list[str]:
+    """What stands at the end of the row of a run."""
+    return [f"{one['peak_memory_gib']:.2f}", active_switches(one)]
+
+
+@table(
+    "gpu",
+    caption="""
+    One GPU in ten minutes: a run of a few seconds for each row, in a process of its own, once.
+
+    Rates are medians over the seconds of a run; to warm up and to compile takes none of that time. TFLOP/s are those
+    of the matmuls in an update while it learns, beside those of one large matmul in bf16 on the same card. Food is the
+    mean of 100 greedy games, at the end of 1,000; evaluations take a part of the run's time, but not of the seconds.
+    Games alone play random actions, in eager mode. The transformer is that of `dqn_snake_sb3_compat.py`, "SB3" is
+    Stable-Baselines3's DQN with the same one. "×" is to the default, or to SB3.
+    """,
+)
+def gpu(options: Options, device: torch.device) -> tuple[str, dict]:
+    sizes = GPU_TRIAL if options.fast else GPU_SIZES
+    about = harness.machine(device)
+    raw = {"sizes": asdict(sizes), "rows": {}}
+    begin = time.perf_counter()
+    for part, name, limit, call in gpu_plan(sizes, device):
+        row_begin = time.perf_counter()
+        left = begin + sizes.total_seconds - row_begin
+        row = {"note": "not measured: no time left"}
+        if left > 5:
+            row = in_fork(call, min(limit, left))
+        row["seconds"] = round(time.perf_counter() - row_begin, 1)
+        raw["rows"].setdefault(part, {})[name] = row
+        print(f"  {part} {name}: {row.get('note', 'done')}, {row['seconds']} s", flush=True)
+        for line in row.get("said", []):
+            print(f"    {line}")
+        # A run that is cut off here has lost nothing of this row.
+        record = report.make_record("gpu", options, device, about | raw)
+        report.write_table(options, device, record, gpu_tables(raw))
+        if options.json is not None:
+            report.write_results(Path(options.json), json.dumps([record]))
+    return gpu_tables(raw), raw

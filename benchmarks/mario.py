@@ -1,0 +1,291 @@
+"""Tables of dqn_mario_async.py: its games and collectors, collecting beside learning, and what it learns."""
+
+from functools import partial
+
+import torch
+
+import dqn_mario_async
+from benchmarks import games, harness
+from benchmarks.games import emulator_rate, gymnasium_rates, mario_rates
+from benchmarks.harness import SPEED_RUN, Options, column, measure_rate, median, ratios
+from benchmarks.players import MARIO_PLAYERS, mario_games
+from benchmarks.report import active_switches, code, markdown_table, median_min_max, table
+
+SCRIPT = "dqn_mario_async.py"
+
+
+def collector_rates(env_id: str, widths: tuple[int, ...], seconds: float) -> list[float]:
+    """Agent steps per second of a collector of dqn_mario_async.py on one core, by its number of games.
+
+    A reader empties its ring at no cost, and new weights come every 25 steps, about as often as in a run.
+    """
+    script = dqn_mario_async
+    cpu = torch.device("cpu")
+    rates = []
+    for width in widths:
+        flags = {"env_id": env_id, "envs_per_collector": width, "num_collectors": 1, "noop_max": 0}
+        args = script.fill_defaults(script.Args(device="cpu", **flags), cpu)
+        weights = torch.cat([weight.detach().flatten() for weight in script.QNetwork(args, cpu).parameters()])
+        ring = script.Ring(args.ring_blocks, script.block_fields(args))
+        broadcast = script.Broadcast(weights)
+        broadcast.progress.fill_(0.5)  # exploration is what it is in the end
+        collector = script.Collector(args, 0, 0, ring, broadcast)
+
+        def work() -> None:
+            broadcast.version.add_(2)  # as if the slot that it reads held new weights
+            for _ in range(25):
+                collector.step()
+                ring.release(1)
+
+        rates.append(measure_rate(work, 25 * width, seconds))
+    return rates
+
+
+def real_game_calls(options: Options) -> dict:
+    """The emulator, a collector alone, and a run, of the real game."""
+    seconds = 1 if options.fast else 4
+    budget = 12 if options.fast else 18
+    flags = f"{SPEED_RUN} --max-seconds {budget} --num-collectors 1 --noop-max 0 --env-id SuperMarioBros"
+    emulator = partial(harness.in_subprocess, emulator_rate, True, seconds=seconds)
+    collector = partial(harness.in_subprocess, collector_rates, True, seconds=seconds)
+    return {
+        "bare emulator": partial(emulator, refresh=False),
+        "bare emulator, its library refreshing the RAM": partial(emulator, refresh=True),
+        "a collector": lambda: collector(env_id="SuperMarioBros", widths=(1,))[0],
+        f"`{SCRIPT} {flags}`": lambda: harness.run(flags, options, SCRIPT)["experience_rate"],
+    }
+
+
+@table(
+    "mario-env",
+    caption="""
+    Games of Mario on one core: agent steps per second (4 frames each, 84x84 pictures).
+
+    First our own game by games at once, under random actions, and played by a collector of `dqn_mario_async.py`:
+    inference, exploration and pushing into its ring included; columns with a G are Gymnasium's own measure. Then what
+    players reach that learn nothing. Then the real game: the emulator with the picture and the bytes of RAM that a step
+    needs and nothing else, a collector alone, and the collector of a run beside learning. "×" is to the bare emulator,
+    within a round.
+    """,
+)
+def mario_env(options: Options, device: torch.device) -> tuple[str, dict]:
+    widths = (16,) if options.fast else (1, 4, 16, 64)
+    num_games = 50 if options.fast else 1000
+    one_core = partial(harness.in_subprocess, one_core=True, widths=widths, seconds=0.5 if options.fast else 1.0)
+    our_calls = {
+        "game alone": lambda: one_core(mario_rates),
+        "collector": lambda: one_core(collector_rates, env_id="MarioLike-v0"),
+        "MarioVectorEnv": lambda: one_core(gymnasium_rates, game="MarioVectorEnv"),
+        "MarioEnv": lambda: one_core(gymnasium_rates, game="MarioEnv"),
+    }
+    missing = games.missing_rom()
+    real_calls = {} if missing else real_game_calls(options)
+    measured = harness.alternate(options, our_calls | real_calls)
+
+    columns = []
+    for name in our_calls:
+        columns.append([median_min_max(rates) for rates in zip(*measured[name])])
+    rows = [[f"{width:,}", *row] for width, *row in zip(widths, *columns)]
+    header = "games | game alone | with a collector around it | `MarioVectorEnv`, G | `MarioEnv` in `SyncVectorEnv`, G"
+    tables = [markdown_table(header, rows)]
+
+    players = {}
+    for player in MARIO_PLAYERS:
+        players[player] = harness.in_subprocess(mario_games, player=player, games=num_games)
+    rows = [[player, f"{flags:.1%}", f"{distance:,.0f}"] for player, (flags, distance) in players.items()]
+    header = f"{num_games:,} games on unseen levels, easiest difficulty | flags | mean distance, pixels"
+    tables.append(markdown_table(header, rows))
+
+    compared = {name: ratios(measured[name], measured["bare emulator"]) for name in real_calls}
+    rows = [[name, median_min_max(measured[name]), median_min_max(times, 2)] for name, times in compared.items()]
+    tables.append(missing or markdown_table("the real game, one core | agent steps/s | ×", rows))
+    raw = {"widths": widths, "rates": measured, "players": players, "ratios": compared}
+    return "\n\n".join(tables), raw
+
+
+@table(
+    "mario-async",
+    caption="""
+    Collecting beside learning, and the same work in turn, at the replay ratio at which both cost the same.
+
+    16 games; one collector beside one thread that learns, or `--num-collectors 0` with one and with all threads. A
+    learner that falls behind learns from less per step than it was asked to, so what is compared is the steps that were
+    paid for: env steps/s, times the share of the asked replay ratio that was reached. "×" is how many times those of
+    the row the collector beside the learner makes, within a round. Produced and stored are transitions, of the
+    collectors and in the replay; waiting is what pushing a step cost a collector, mean.
+    """,
+)
+def mario_async(options: Options, device: torch.device) -> tuple[str, dict]:
+    budget = 12 if options.fast else 18
+    base = f"{SPEED_RUN} --max-seconds {budget} --learning-starts 1000 --envs-per-collector 16"
+    flags = {"beside each other": "--num-collectors 1 --threads 1", "in turn": "--num-collectors 0 --threads 1"}
+    threads = torch.get_num_threads()
+    if threads > 1 and not options.fast:
+        flags[f"in turn, {threads} threads"] = f"--num-collectors 0 --threads {threads}"
+    trial = harness.run(f"{base} {flags['in turn']} --replay-ratio 1", options, SCRIPT)
+    asked = float(f"{trial['replay_ratio'] * (1 / trial['train_fraction'] - 1):.2g}")
+    calls = {}
+    for who, how in flags.items():
+        calls[who] = partial(harness.run, f"{base} {how} --replay-ratio {asked}", options, SCRIPT)
+    measured = harness.alternate(options, calls)
+    paid = {}
+    for who, runs in measured.items():
+        paid[who] = [one["env_steps_per_second"] * min(one["replay_ratio"] / asked, 1) for one in runs]
+    compared = {who: ratios(paid["beside each other"], paid[who]) for who in paid if who != "beside each other"}
+    rows = []
+    for who, runs in measured.items():
+        row = [
+            who,
+            median_min_max(column(runs, "env_steps_per_second")),
+            f"{median(runs, 'replay_ratio'):.2f}",
+            median_min_max(paid[who]),
+            median_min_max(compared[who], 2) if who in compared else "",
+            f"{median(runs, 'train_fraction'):.0%}",
+            f"{median(runs, 'produced'):,.0f}",
+            f"{median(runs, 'stored'):,.0f}",
+            f"{median(runs, 'producer_wait_ms_mean'):.3f}",
+            f"{median(runs, 'replay_kib_per_transition'):.2f}",
+        ]
+        rows.append(row)
+    header = "who | env steps/s | replay ratio | paid steps/s | × | learning | produced | stored | "
+    text = markdown_table(f"{header}waiting, ms | KiB a transition", rows)
+    commands = ", ".join(f"`{how}` ({who})" for who, how in flags.items())
+    text += f"\n\nAll with `{SCRIPT} {base} --replay-ratio {asked}`, and {commands}."
+    return text, {"asked": asked, "runs": measured, "ratios": compared}
+
+
+@table(
+    "mario-switches",
+    caption="""
+    `dqn_mario_async.py` by collectors, games, batches and how often weights go out, beside the default, in turn.
+
+    "×" is of the transitions learned from per second, which is what the learner is short of, within a round.
+    """,
+)
+def mario_switches(options: Options, device: torch.device) -> tuple[str, dict]:
+    switches = [
+        "",
+        "--num-collectors 0",
+        "--num-collectors 2",
+        "--num-collectors 4",
+        "--envs-per-collector 4",
+        "--envs-per-collector 64",
+        "--batch-size 128",
+        "--batch-size 128 --accumulate 4",
+        "--sync-every 1",
+        "--bf16",
+        "--compile --max-seconds 60",
+    ]
+    if device.type == "cuda":
+        switches += ["--tf32", "--fp16", "--cudagraph", "--cudagraph --bf16"]
+    if options.fast:
+        switches = switches[:2]
+    base = f"{SPEED_RUN} --learning-starts 1000 --max-seconds {10 if options.fast else 14}"
+    calls = {flags: partial(harness.run, f"{base} {flags}".strip(), options, SCRIPT) for flags in switches}
+    measured = harness.alternate(options, calls)
+    samples = {flags: column(runs, "samples_per_second") for flags, runs in measured.items()}
+    rows = []
+    for flags, runs in measured.items():
+        row = [
+            code(flags),
+            median_min_max(column(runs, "env_steps_per_second")),
+            median_min_max(samples[flags]),
+            median_min_max(ratios(samples[flags], samples[""]), 2),
+            f"{median(runs, 'replay_ratio'):.2f}",
+            f"{median(runs, 'ring_fill'):.0%}",
+            f"{median(runs, 'weight_age'):.1f}",
+            active_switches(runs[0]),
+        ]
+        rows.append(row)
+    header = "flags | env steps/s | samples/s | × | replay ratio | ring filled | weights, updates old"
+    return markdown_table(f"{header} | what was active", rows), {"runs": measured}
+
+
+# ------------------------------------------------------------------------------------------------ learning
+
+
+def value_after(curve: list[list[float]], minutes: float) -> float:
+    """Value of the first reading after that time, or of the last."""
+    return next((value for seconds, value in curve if seconds >= 60 * minutes), curve[-1][1])
+
+
+@table(
+    "mario-learn",
+    caption="""
+    `dqn_mario_async.py` at its defaults, 15 minutes a seed: share of greedy games that reach the flag.
+
+    On the way: the first evaluation after that time, 10 games on unseen levels, and the collectors' own games on
+    training levels at the same time, which explore. At the end: 100 greedy games on unseen levels. Waiting is what
+    pushing a step cost a collector, mean.
+    """,
+)
+def mario_learn(options: Options, device: torch.device) -> tuple[str, dict]:
+    flags = "--max-seconds 30 --eval-every 10" if options.fast else "--max-seconds 900"
+    rows = []
+    raw = []
+    for seed in options.seeds:
+        one = harness.run(f"{flags} --seed {seed}", options, SCRIPT)
+        folder = harness.run_folder(one["run"])
+        curves = {tag: harness.wall_clock_curve(folder, tag) for tag in ("eval/flags", "charts/flags")}
+        raw.append(one | {"curves": curves})
+        row = [seed]
+        for minutes in (1, 5):
+            greedy = value_after(curves["eval/flags"], minutes)
+            exploring = value_after(curves["charts/flags"], minutes)
+            row.append(f"{greedy:.0%}, {exploring:.0%}")
+        row.append(f"{one['eval_flags']:.0%}")
+        row.append(f"{one['eval_distance_mean']:,.0f}")
+        row.append(f"{one['env_steps_per_second']:,.0f}")
+        row.append(f"{one['replay_ratio']:.2f}")
+        row.append(f"{one['producer_wait_ms_mean']:.3f}")
+        rows.append(row)
+    random_flags, distance = harness.in_subprocess(mario_games, player="random", games=1000)
+    rows.append(["random play", *[f"{random_flags:.0%}"] * 3, f"{distance:,.0f}", *[""] * 3])
+    header = "seed | after 1 minute: unseen, exploring | after 5 | end: unseen | distance, pixels | "
+    text = markdown_table(f"{header}env steps/s | replay ratio | waiting, ms", rows)
+    return text, {"runs": raw, "random": [random_flags, distance]}
+
+
+@table(
+    "mario-real",
+    caption="""
+    The real level 1-1 for 20 minutes a seed: mean distance in pixels over greedy games with no-op starts.
+
+    On the way 10 games each, at the end 100; random play over 100 beside it. The flag is 3,121 pixels from the start
+    (at x = 3,161). A game begins after 0 to 30 frames of nothing, so the 100 games have only 30 different starts, and
+    they are those of training: what is measured is this level, not how well it carries over.
+    """,
+)
+def mario_real(options: Options, device: torch.device) -> tuple[str, dict]:
+    missing = games.missing_rom()
+    if missing:
+        return missing, {}
+    episodes = 5 if options.fast else 100
+    times = (1,) if options.fast else (1, 5, 10)
+    flags = f"--env-id SuperMarioBros --max-seconds {40 if options.fast else 1200} --eval-episodes {episodes}"
+    by_chance = harness.in_subprocess(mario_games, True, player="random", games=episodes, real=True)
+    random_flags, random_distance = by_chance
+    rows = []
+    raw = []
+    for seed in options.seeds:
+        one = harness.run(f"{flags} --seed {seed}", options, SCRIPT)
+        curve = harness.wall_clock_curve(harness.run_folder(one["run"]), "eval/distance_mean")
+        raw.append(one | {"curve": curve})
+        distance = one["eval_distance_mean"]
+        row = [
+            seed,
+            *(f"{value_after(curve, minutes):,.0f}" for minutes in times),
+            f"{distance:,.0f}",
+            f"{one['eval_flags']:.0%}",
+            f"{distance / random_distance:.1f}",
+            f"{one['env_steps_per_second']:,.0f}",
+            f"{one['replay_ratio']:.2f}",
+        ]
+        rows.append(row)
+    rows.append(["random play", *[""] * len(times), f"{random_distance:,.0f}", f"{random_flags:.0%}", *[""] * 3])
+    header = "seed"
+    for minutes in times:
+        header += f" | after {minutes} minute" + ("s" if minutes > 1 else "")
+    header += " | end | flags at the end | × random play | env steps/s | replay ratio"
+    text = f"{markdown_table(header, rows)}\n\n`{SCRIPT} {flags} --seed S`"
+    return text, {"runs": raw, "random": by_chance}

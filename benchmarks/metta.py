@@ -1,0 +1,220 @@
+"""Tables of the arena: the games alone, players that learn nothing, and what ppo_metta.py learns."""
+
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import util
+
+import torch
+
+import ppo_metta
+from benchmarks import harness
+from benchmarks.games import gymnasium_rates, rule_book_rate
+from benchmarks.harness import Options, column, fail, median, ratios
+from benchmarks.metta_parts import ARENAS, REAL_METTAGRID, metta_args, metta_env_rate
+from benchmarks.players import random_hearts, scripted_hearts
+from benchmarks.report import code, markdown_table, median_min_max, table
+from envs.metta_rules import Rules
+
+
+@table(
+    "metta-env",
+    caption="""
+    The arena alone, random actions, 6 agents each: agent steps per second by arenas at once.
+
+    Beside it the rule book in Python, one arena after another. "×" is ours to it, within a round. The column with a G
+    is Gymnasium's own measure, which draws the actions too: `MettaVectorEnv` takes and gives NumPy arrays.
+    """,
+)
+def metta_env(options: Options, device: torch.device) -> tuple[str, dict]:
+    widths = (1, 128) if options.fast else (1, 16, 128, 1024)
+    seconds = 0.3 if options.fast else 1.0
+    rules = ppo_metta.rules_of(metta_args("", device.type))
+    num_agents = tuple(Rules(**rules).num_agents * width for width in widths)
+    vector = {"game": "MettaVectorEnv", "widths": num_agents, "seconds": seconds}
+    calls = {("G",): partial(harness.in_subprocess, gymnasium_rates, **vector, **rules)}
+    for width in widths:
+        batched = {"flags": f"--num-envs {width}", "seconds": seconds, "device": device.type}
+        calls["ours", width] = partial(harness.in_subprocess, metta_env_rate, **batched)
+        if width <= 128:
+            book = {"num_envs": width, "seconds": seconds}
+            calls["book", width] = partial(harness.in_subprocess, rule_book_rate, **book)
+    measured = harness.alternate(options, calls)
+    compared = {}
+    rows = []
+    for width, vectors in zip(widths, zip(*measured["G",])):
+        ours = measured["ours", width]
+        row = [f"{width:,}", median_min_max(ours), "", "", median_min_max(vectors)]
+        if width <= 128:
+            book = measured["book", width]
+            times = ratios(ours, book)
+            compared[f"rule book, {width:,} arenas"] = times
+            row[2] = median_min_max(book)
+            row[3] = median_min_max(times, 2)
+        rows.append(row)
+    rates = {", ".join(map(str, key)): found for key, found in measured.items()}
+    text = markdown_table("arenas | batched | rule book | × | `MettaVectorEnv`, G", rows)
+    return text, {"widths": widths, "rates": rates, "ratios": compared}
+
+
+@table(
+    "metta-hearts",
+    caption="""
+    Hearts per agent and episode by players that learn nothing, whole episodes.
+
+    The scripted player walks the shortest way to the nearest thing of use: in the arena from mine to generator to
+    altar, in navigation to the nearest altar that has its heart. MettaGrid is the real one, mines and altars.
+    """,
+)
+def metta_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
+    scripted_episodes = 24 if options.fast else 120
+    random_episodes = 120 if options.fast else 2400
+    games = dict(ARENAS)
+    if util.find_spec("mettagrid"):
+        games["MettaGrid"] = REAL_METTAGRID
+    by_script = {}
+    by_chance = {}
+    with ThreadPoolExecutor(ppo_metta.CORES) as pool:  # nothing is timed here
+        for name, flags in ARENAS.items():
+            play = partial(harness.in_subprocess, scripted_hearts, flags=flags, agent_episodes=scripted_episodes)
+            by_script[name] = pool.submit(play)
+        for name, flags in games.items():
+            play = partial(harness.in_subprocess, random_hearts, flags=flags, agent_episodes=random_episodes)
+            by_chance[name] = pool.submit(play)
+    hearts = {
+        "random": {name: future.result() for name, future in by_chance.items()},
+        "scripted": {name: future.result() for name, future in by_script.items()},
+    }
+    rows = []
+    for name in games:
+        row = [name, f"{hearts['random'][name]:.3f}", "–"]
+        if name in hearts["scripted"]:
+            row[2] = f"{hearts['scripted'][name]:.2f}"
+        rows.append(row)
+    header = f"game | random, {random_episodes:,} episodes of agents | scripted, {scripted_episodes}"
+    return markdown_table(header, rows), {"hearts": hearts}
+
+
+def metta_run(flags: str, options: Options) -> dict:
+    """Summary of a run of ppo_metta.py, with its agent steps per second of the time in rollouts, and of learning."""
+    one = harness.run(flags, options, "ppo_metta.py")
+    for phase in ("rollout", "train"):
+        one[f"{phase}_steps_per_second"] = one["env_steps_per_second"] / max(one[f"{phase}_fraction"], 1e-9)
+    return one
+
+
+def check_mettagrid(name: str) -> None:
+    if util.find_spec("mettagrid") is None:
+        fail(f"--suite {name}: mettagrid is not installed; pip install -r requirements-games.txt has it")
+
+
+@table(
+    "metta-presets",
+    caption="""
+    Metta's presets at equal wall clock: hearts per agent and episode of the final evaluation, by seed.
+
+    Both learn navigation with the same network; `ultra-fast` has more games at once, larger batches and minibatches,
+    and so fewer updates. Its 16 workers are fewer where there are not cores for so many.
+    """,
+)
+def metta_presets(options: Options, device: torch.device) -> tuple[str, dict]:
+    seconds = 20 if options.fast else 300
+    if options.seconds is not None:
+        seconds = options.seconds
+    rows = []
+    raw = []
+    for preset in ("original", "ultra-fast"):
+        flags = f"--preset {preset} --max-seconds {seconds} --eval-every 0"
+        if options.fast:
+            flags += " --eval-episodes 24"
+        runs = [metta_run(f"{flags} --seed {seed}", options) for seed in options.seeds]
+        raw += runs
+        scores = column(runs, "eval_score_mean")
+        row = [
+            f"`--preset {preset}`",
+            metta_args(flags, device.type).num_workers,
+            median_min_max(column(runs, "env_steps_per_second")),
+            f"{median(runs, 'updates_per_second'):.2f}",
+            f"{median(runs, 'replay_ratio'):.2f}",
+            f"{median(runs, 'env_steps'):,.0f}",
+            " · ".join(f"{score:.2f}" for score in scores),
+            f"{statistics.mean(scores):.2f}",
+            f"{max(column(runs, 'peak_memory_gib')):.1f}",
+        ]
+        rows.append(row)
+    header = "flags | workers | agent steps/s | updates/s | replay ratio | agent steps | hearts, seeds "
+    header += f"{' · '.join(map(str, options.seeds))} | mean | trainer's peak GiB"
+    return f"{markdown_table(header, rows)}\n\n{seconds} seconds each.", {"runs": raw}
+
+
+def metta_learn(options: Options, variants: list[str]) -> tuple[str, dict]:
+    """A table of one game: hearts at the end of each seed's run, by flags, and of players that do not learn.
+
+    Runs with the same seed follow each other.
+    """
+    game = variants[0]
+    budget = f"--max-seconds {20 if options.fast else 600} --eval-every 0"
+    found = {flags: [] for flags in variants}
+    for seed in options.seeds:
+        for flags, runs in found.items():
+            runs.append(metta_run(" ".join([budget, *flags.split(), f"--seed {seed}"]), options))
+    by_chance = harness.in_subprocess(random_hearts, flags=game, agent_episodes=240)
+    by_script = None
+    if game != REAL_METTAGRID:
+        by_script = harness.in_subprocess(scripted_hearts, flags=game, agent_episodes=120)
+    rows = []
+    for flags, runs in found.items():
+        scores = column(runs, "eval_score_mean")
+        mean = statistics.mean(scores)
+        row = [
+            code(flags),
+            " · ".join(f"{score:.2f}" for score in scores),
+            f"{mean:.2f}",
+            f"{by_chance:.2f}",
+            "–",
+            "–",
+            f"{median(runs, 'env_steps'):,.0f}",
+            median_min_max(column(runs, "env_steps_per_second")),
+        ]
+        if by_script:
+            row[4] = f"{by_script:.1f}"
+            row[5] = f"{mean / by_script:.0%}"
+        rows.append(row)
+    header = f"flags | hearts, seeds {' · '.join(map(str, options.seeds))} | mean | random | scripted | of scripted"
+    text = markdown_table(f"{header} | agent steps | agent steps/s", rows)
+    return text, {"runs": found, "random": by_chance, "scripted": by_script}
+
+
+@table(
+    "metta-learn-arena",
+    caption="""
+    `ppo_metta.py` for ten minutes a seed, with and without memory: hearts in 240 episodes of agents at the end.
+
+    Random and scripted players (those of `--suite metta-hearts`) stand beside it. Wanted: 30 % of the scripted one's.
+    """,
+)
+def metta_learn_arena(options: Options, device: torch.device) -> tuple[str, dict]:
+    return metta_learn(options, ["", "--rnn none"])
+
+
+@table(
+    "metta-learn-navigation",
+    caption="""
+    Navigation as in metta-learn-arena, at the defaults. Wanted: 80 % of the scripted one's hearts.
+    """,
+)
+def metta_learn_navigation(options: Options, device: torch.device) -> tuple[str, dict]:
+    return metta_learn(options, [ARENAS["navigation"]])
+
+
+@table(
+    "metta-learn-real",
+    caption="""
+    The real MettaGrid as in metta-learn-arena, at the defaults: mines and altars, for which nobody wrote a script.
+
+    Wanted: five times the hearts of random play.
+    """,
+)
+def metta_learn_real(options: Options, device: torch.device) -> tuple[str, dict]:
+    check_mettagrid("metta-learn-real")
+    return metta_learn(options, [REAL_METTAGRID])

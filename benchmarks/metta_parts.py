@@ -1,0 +1,184 @@
+"""Parts of ppo_metta.py, each measured without the others."""
+
+import math
+import shlex
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import ppo_metta
+from benchmarks.harness import measure_rate
+from envs.metta import MettaArena
+
+ARENAS = {"arena, easy": "", "arena": "--no-easy", "navigation": "--env-id MettaNavigation-v0"}  # flags by name
+REAL_METTAGRID = "--env-id mettagrid --vec-env subproc"
+
+
+def metta_args(flags: str, device: str) -> ppo_metta.Args:
+    return ppo_metta.fill_defaults(ppo_metta.parse_args(shlex.split(flags)), torch.device(device))
+
+
+def metta_envs(args: ppo_metta.Args, num_envs: int, device: torch.device, seed: int, **settings: Any) -> Any:
+    """Games of a run, in this process."""
+    return ppo_metta.make_games(args, num_envs, device, seed, **settings)
+
+
+def metta_network(args: ppo_metta.Args, envs: Any, device: torch.device) -> ppo_metta.Agent:
+    """The network of a run, untrained."""
+    return ppo_metta.Agent(args, envs, device)
+
+
+def rollout_sizes(args: ppo_metta.Args, num_agents: int) -> tuple[int, int]:
+    """Steps of a rollout, and agent steps of a minibatch, of a run with so many agents."""
+    return args.num_steps, args.num_steps * num_agents // args.num_minibatches
+
+
+def uses_workers(args: ppo_metta.Args) -> bool:
+    return args.vec_env == "subproc" and args.num_workers > 0
+
+
+def env_device(args: ppo_metta.Args, device: torch.device) -> torch.device:
+    return device if args.vec_env == "device" else torch.device("cpu")
+
+
+def metta_agent(args: ppo_metta.Args, device: torch.device) -> tuple[ppo_metta.Agent, torch.Tensor]:
+    """The network of a run, untrained, and what all agents that act together observe after some random steps."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(1)
+    groups = args.async_factor if uses_workers(args) else 1
+    envs = metta_envs(args, args.num_envs // groups, env_device(args, device), 1)
+    for _ in range(20):
+        envs.step(torch.randint(envs.num_actions, (len(envs.obs),), device=envs.obs.device))
+    return metta_network(args, envs, device), envs.obs.to(device)
+
+
+def metta_env_rate(flags: str, seconds: float, device: str) -> float:
+    """Agent steps per second under random actions of the games that a run with `flags` plays in one process."""
+    args = metta_args(flags, device)
+    groups = 1
+    num_envs = args.num_envs
+    torch.set_num_threads(args.threads)
+    if uses_workers(args):  # then this is one of the workers
+        groups = args.async_factor
+        num_envs //= groups * args.num_workers
+        torch.set_num_threads(1)
+    where = env_device(args, torch.device(device))
+    all_envs = [metta_envs(args, num_envs, where, seed) for seed in range(groups)]
+    actions = torch.randint(all_envs[0].num_actions, (16, len(all_envs[0].obs)), device=where)
+
+    def work() -> None:
+        for action in actions:
+            for envs in all_envs:
+                envs.step(action)
+
+    return measure_rate(work, groups * actions.numel(), seconds, device)
+
+
+def metta_mflops(variants: list[str], device: str) -> list[float]:
+    """Millions of floating point operations of one agent's decision: matmuls, convolutions and sums over bags."""
+
+    def bag(table: torch.Size, row: torch.Size, *_, **__) -> int:
+        return 2 * math.prod(row) * table[1]
+
+    def lstm(x: torch.Size, input_weight: torch.Size, hidden_weight: torch.Size, *_, **__) -> int:
+        return 2 * math.prod(x[:2]) * (math.prod(input_weight) + math.prod(hidden_weight))
+
+    def cudnn_rnn(x: torch.Size, weights: list[torch.Size], *_, **__) -> int:
+        return 2 * math.prod(x[:2]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
+
+    aten = torch.ops.aten
+    uncounted = {  # by PyTorch itself
+        aten._embedding_bag: bag,
+        aten._embedding_bag_forward_only: bag,
+        aten.mkldnn_rnn_layer: lstm,
+        aten._cudnn_rnn: cudnn_rnn,
+    }
+    mflops = []
+    for flags in variants:
+        agent, obs = metta_agent(metta_args(flags, device), torch.device(device))
+        state = torch.zeros(len(obs), agent.state_size, device=device)
+        counter = FlopCounterMode(display=False, custom_mapping=uncounted)
+        agent.requires_grad_(False)  # under no_grad the counter trips over views of weights
+        with counter:
+            agent(obs[None], state, torch.zeros(1, len(obs), dtype=torch.bool, device=device))
+        mflops.append(counter.get_total_flops() / len(obs) / 1e6)
+    return mflops
+
+
+def latency_percentiles(work: Callable[[], Any], seconds: float, device: str) -> list[float]:
+    """[mean, 95th and 99th percentile] of the milliseconds of a call; ten do not count."""
+    latencies = []
+    while len(latencies) < 60 or sum(latencies) < seconds:
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        latencies.append(time.perf_counter() - start)
+    milliseconds = 1000 * np.array(latencies[10:])
+    p95, p99 = np.percentile(milliseconds, (95, 99))
+    return [float(milliseconds.mean()), float(p95), float(p99)]
+
+
+def metta_latency(flags: str, seconds: float, device: str) -> dict[str, Any]:
+    """Latency of the network and the draw of actions, for one agent and for all that act together."""
+    args = metta_args(flags, device)
+    where = torch.device(device)
+    agent, obs = metta_agent(args, where)
+    dtype = ppo_metta.pick_precision(args.bf16, args.fp16, args.tf32, where)
+    generator = torch.Generator(where).manual_seed(1)
+
+    @torch.no_grad()
+    def policy(obs: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(where.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
+            return agent(obs[None], state, reset[None])[0][0]
+
+    found = {"agents": len(obs)}
+    for name, batch in (("one", 1), ("all", len(obs))):
+        state = torch.zeros(batch, agent.state_size, device=where)
+        reset = torch.zeros(batch, device=where).bool()
+        example = obs[:batch].clone(), state, reset
+        policy_step = policy
+        if args.compile:
+            torch.compiler.reset()  # or the second shape would be compiled as one of many
+            policy_step = ppo_metta.try_compile(policy, args.compile_mode, *example)
+
+        def act() -> None:
+            ppo_metta.sample(policy_step(*example), generator)
+
+        if args.cudagraph and device == "cuda":
+            act = ppo_metta.CUDAGraphStep(act, generator, ppo_metta.PhaseTimer(where))
+        found[name] = latency_percentiles(act, seconds, device)
+    return found
+
+
+def metta_parts(flags: str, seconds: float, device: str) -> dict[str, Any]:
+    """Games alone and acting alone."""
+    rate = metta_env_rate(flags, seconds, device)
+    return {"env_steps_per_second": rate} | metta_latency(flags, seconds, device)
+
+
+class RuleBooks:
+    """Arenas of the rule book, one after another, called as the games of a run are."""
+
+    def __init__(self, args: ppo_metta.Args) -> None:
+        self.arenas = [MettaArena(lane=lane, **ppo_metta.rules_of(args)) for lane in range(args.num_envs)]
+        self.num_actions = 25
+        self.obs = self.stack([arena.reset(seed=1)[0] for arena in self.arenas])
+
+    def stack(self, parts: list[dict]) -> torch.Tensor:
+        """One tensor of what all agents of all arenas have."""
+        return torch.as_tensor(np.stack([value for part in parts for value in part.values()]))
+
+    def step(self, action: torch.Tensor):
+        actions = action.view(len(self.arenas), -1).tolist()
+        results = []
+        next_obs = []
+        for arena, arena_actions in zip(self.arenas, actions):
+            results.append(arena.step(dict(zip(arena.agents, arena_actions))))
+            next_obs.append(results[-1][0] if arena.agents else arena.reset()[0])
+        final_obs, reward, terminated, truncated = [self.stack(part) for part in list(zip(*results))[:4]]
+        return self.stack(next_obs), reward.float(), terminated, truncated, {"final_obs": final_obs}

@@ -1,0 +1,121 @@
+"""Players that learn nothing: random ones, and scripted ones for the arena and for Mario."""
+
+import random
+from collections import deque
+
+import numpy as np
+import torch
+
+from benchmarks.metta_parts import metta_args, metta_envs
+from envs import mario, mario_levels
+from envs.mario import UNSEEN_LEVELS, MarioGame
+from envs.mario_batch import MarioBatch
+from envs.metta import MettaArena, Thing
+from envs.metta_rules import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE
+from envs.smb import SuperMarioBrosBatch
+from ppo_metta import rules_of
+
+
+def metta_errands(arena: MettaArena, body: Thing) -> dict[Thing, int]:
+    """Converters that are of use to this agent now, and what to do there: hearts, batteries and ore, in or out."""
+    errands = {}
+    for converter in arena.converters:
+        recipe = arena.rules.book[converter.name]
+        if not set(recipe.outputs) & {"heart", "battery_red", "ore_red"}:
+            continue
+        outputs = [ITEMS.index(item) for item in recipe.outputs]
+        inputs = {ITEMS.index(item): number for item, number in recipe.inputs.items()}
+        has_output = any(converter.inventory[k] and body.inventory[k] < CARRY[k] for k in outputs)
+        carries_inputs = all(body.inventory[k] >= number for k, number in inputs.items())
+        has_space = all(converter.inventory[k] < 2 * number for k, number in inputs.items())
+        if has_output:
+            errands[converter] = GET
+        elif inputs and carries_inputs and has_space:
+            errands[converter] = PUT
+    return errands
+
+
+def metta_action(arena: MettaArena, body: Thing) -> int:
+    """One action on the shortest way to the nearest errand; a random turn where there is none."""
+    errands = metta_errands(arena, body)
+    start = body.row, body.column
+    queue = deque([start])
+    first_steps = {start: None}  # direction of the first step on the way to each cell
+    while queue:
+        row, column = queue.popleft()
+        first_step = first_steps[row, column]
+        for direction, (down, across) in enumerate(MOVES):
+            cell = row + down, column + across
+            thing = arena.grid[cell[0]][cell[1]]
+            if thing in errands:
+                if first_step is None:
+                    return errands[thing] if body.heading == direction else ROTATE + direction
+                return FORWARD if body.heading == first_step else ROTATE + first_step
+            if thing is None and cell not in first_steps:
+                first_steps[cell] = direction if first_step is None else first_step
+                queue.append(cell)
+    return random.choice([NOOP, FORWARD, *range(ROTATE, ROTATE + 4)])
+
+
+def scripted_hearts(flags: str, agent_episodes: int) -> float:
+    """Mean hearts per agent of whole episodes by the scripted player, on the rule book."""
+    arena = MettaArena(random_first_length=False, **rules_of(metta_args(flags, "cpu")))
+    episodes = -(-agent_episodes // arena.rules.num_agents)
+    hearts = 0
+    random.seed(0)
+    for seed in range(episodes):
+        arena.reset(seed=seed)
+        while arena.agents:
+            arena.step({name: metta_action(arena, body) for name, body in zip(arena.agents, arena.bodies)})
+        hearts += sum(stats["heart.get"] for stats in arena.stats)
+    return hearts / episodes / arena.rules.num_agents
+
+
+def random_hearts(flags: str, agent_episodes: int) -> float:
+    """The same by random actions, in the trainer's games."""
+    args = metta_args(flags, "cpu")
+    cpu = torch.device("cpu")
+    num_agents = len(metta_envs(args, 1, cpu, 0).obs)
+    envs = metta_envs(args, -(-agent_episodes // num_agents), cpu, 0, evaluation=True)
+    torch.manual_seed(0)
+    for _ in range(envs.max_steps):
+        *_, info = envs.step(torch.randint(envs.num_actions, (len(envs.obs),)))
+    return info["hearts"].float().mean().item()
+
+
+def mario_jumper(game: MarioGame) -> int:
+    """Run, jump before gaps, walls and walkers, hold to the top, brake before landing on the near side of a walker."""
+    front = game.x + mario.WIDTH
+    feet = (game.y + mario.HEIGHT - 1) >> 8
+
+    def block(tiles: float, row: int) -> int:
+        """What is so many tiles ahead."""
+        return game.level.grid[(front + int(256 * tiles)) >> 8 << 4 | row]
+
+    walkers = [x - game.x for x in game.visible() if x > game.x]
+    if not game.grounded:
+        if game.vy > 0 and game.vx > 8 and any(160 < distance < 900 for distance in walkers):
+            return 6
+        return 4 if game.held and game.vy < 0 else 3
+    gap = any(block(tiles, mario_levels.GROUND) == mario_levels.ABYSS for tiles in (0, 0.5))
+    wall = any(block(tiles, feet) >= mario_levels.SOLID for tiles in (0, 1, 2))
+    walker = feet == mario_levels.GROUND - 1 and any(distance < 660 for distance in walkers)
+    return 4 if (gap or wall or walker) and not game.held else 3
+
+
+MARIO_PLAYERS = {  # action by game; random ones are among the simple seven
+    "random": lambda game: random.randrange(7),
+    "right and run": lambda game: 3,
+    "a scripted jumper": mario_jumper,
+}
+
+
+def mario_games(player: str, games: int, real: bool = False) -> list[float]:
+    """Share of flags and mean distance in pixels over at least `games` games on unseen levels, or on the real 1-1."""
+    random.seed(1)
+    batch = SuperMarioBrosBatch(seed=1) if real else MarioBatch(10, seed=1, levels=UNSEEN_LEVELS)
+    batch.reset()
+    while batch.finished[0] < games:
+        batch.step(np.array([MARIO_PLAYERS[player](game) for game in batch.games]))
+    finished, distance, flags = batch.finished[:3].tolist()
+    return [flags / finished, distance / finished]

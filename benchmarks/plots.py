@@ -1,0 +1,108 @@
+"""The pictures, drawn from what benchmarks/results has numbers for."""
+
+import json
+import statistics
+
+import torch
+
+from benchmarks.harness import median
+from benchmarks.report import image_file, results_file
+
+Line = tuple[str, list, list]  # label, x, y
+GAMES = {
+    "score": ("Snake", "food per greedy game"),
+    "hearts": ("Arena", "hearts"),
+    "distance": ("Mario", "pixels"),
+}
+GAMES_ALONE = {
+    "SnakeBatch": "game alone",
+    "jumanji": "game alone: jumanji",
+    "rule book, G": "game alone: plain Python",
+}
+
+
+def draw_all(device: torch.device) -> None:
+    draw_throughput(device)
+    for goal in GAMES:
+        draw_time_to(goal, device)
+    draw_learning(device)
+
+
+def read_results(name: str, device: torch.device) -> dict:
+    path = results_file(name, device)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def draw_throughput(device: torch.device) -> None:
+    lines = []
+    env = read_results("env", device)
+    if env:
+        for name, label in GAMES_ALONE.items():
+            rates = [statistics.median(values) for values in zip(*env["rates"][name])]
+            lines.append((label, env["widths"][: len(rates)], rates))
+    act = read_results("act", device)
+    if act:
+        ours = act["rates"].pop("ours")
+        rates = [statistics.median(values) for values in zip(*ours)]
+        lines.append(("network plays", act["widths"], rates))
+        widths = [int(width) for width in act["rates"]]
+        rates = [statistics.median(values) for values in act["rates"].values()]
+        lines.append(("network plays: Stable-Baselines3", widths, rates))
+    cells = []
+    for cell in read_results("scaling", device).get("cells", []):
+        if cell["script"] == "dqn_snake.py" and cell["flag"] == "--num-envs":
+            cells.append(cell)
+    if cells:
+        rates = [median(cell["runs"], "env_steps_per_second") for cell in cells]
+        lines.append(("network plays and learns", [cell["value"] for cell in cells], rates))
+    axes = {"xscale": "log", "yscale": "log", "xlabel": "games at once", "ylabel": "env steps per second"}
+    save_plot("throughput", device, lines, title="Snake: speed by number of games", **axes)
+
+
+def draw_time_to(goal: str, device: torch.device) -> None:
+    game, score = GAMES[goal]
+    lines = []
+    for label, curves in read_results(f"time-to-{goal}", device).get("curves", {}).items():
+        for curve in curves:
+            lines.append((label, *zip(*curve)))
+    title = f"{game}: learning beside Stable-Baselines3, a line for every seed"
+    axes = {"xlabel": "seconds of training", "xscale": "log", "ylabel": f"mean {score}"}
+    save_plot(f"time-to-{goal}", device, lines, title=title, **axes)
+
+
+def draw_learning(device: torch.device) -> None:
+    lines = []
+    for one in read_results("learn", device).get("runs", []):
+        if "--max-seconds 600" in one["flags"]:
+            flags = one["flags"].split(" --seed")[0].replace("--max-seconds 600", "").strip()
+            lines.append((flags or "defaults", *zip(*one["curve"])))
+    axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
+    save_plot("learning", device, lines, title="Snake: ten minutes of dqn_snake.py, a line for every seed", **axes)
+
+
+def save_plot(name: str, device: torch.device, lines: list[Line], **settings: str) -> None:
+    """Lines of one label share its color. Nothing is written without lines."""
+    if not lines:
+        return
+    import matplotlib  # here: a GPU is measured without it
+
+    matplotlib.use("Agg")  # no screen is needed
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogFormatter
+
+    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    colors = {}
+    for label, x, y in lines:
+        colors.setdefault(label, f"C{len(colors)}")
+        axes.plot(x, y, ".-", color=colors[label], linewidth=1, markersize=4)
+    axes.set(**settings)
+    if settings.get("xscale") == "log":  # 20 and 30, not 2 x 10^1, which overlap
+        axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    samples = [plt.Line2D([], [], color=color) for color in colors.values()]
+    figure.legend(samples, colors, loc="outside right upper", frameon=False)
+    path = image_file(name, device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,470 @@
+"""Stable-Baselines3's agents beside ours: in Snake, in the arena and in Mario."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import dqn_mario_async
+import dqn_snake
+import ppo_metta
+from benchmarks import harness
+from benchmarks.harness import Options, measure_rate
+from benchmarks.metta_parts import RuleBooks, metta_args, metta_envs, metta_network, rollout_sizes
+from envs import mario
+from envs.mario_batch import MarioEnv
+from envs.snake_batch import SnakeBatch
+
+FOREVER = 10**9  # steps: time ends it
+
+
+def learning_curve(
+    make_model: Callable[[], Any], evaluate: Callable[[Any], float], seconds: float, every: float, goal: float
+) -> list:
+    """[seconds, what `evaluate` says] of an SB3 agent that learns, until that is `goal`. Evaluating stops the clock.
+
+    It is evaluated again after `every` seconds, and after a twentieth of those that it has learned for.
+    """
+    model = make_model()
+    curve = [[0.0, 0.0]]
+    start = time.perf_counter()
+    paused = 0.0
+
+    def goes_on(*_: Any) -> bool:
+        nonlocal paused
+        now = time.perf_counter() - start - paused
+        if now >= curve[-1][0] + max(every, now / 20):
+            curve.append([now, evaluate(model)])
+            paused = time.perf_counter() - start - now
+        return now < seconds and curve[-1][1] < goal
+
+    model.learn(FOREVER, callback=goes_on)
+    return curve
+
+
+def learn_for(model: Any, seconds: float) -> dict[str, float]:
+    """Env steps per second while it learns."""
+    start = time.perf_counter()
+    model.learn(FOREVER, callback=lambda *_: time.perf_counter() - start < seconds)
+    return {"env_steps_per_second": model.num_timesteps / (time.perf_counter() - start)}
+
+
+def plan_agents(
+    agents: Iterable[str],
+    explored: dict[str, int],
+    longest: int,
+    rate: Callable,
+    seconds: int,
+    options: Options,
+    device: torch.device,
+) -> tuple[dict, dict]:
+    """Settings of SB3 agents, the faster number of threads by `rate` among them, and after how many seconds each ends.
+
+    That is `longest` at SB3's defaults, ten minutes with ours. A DQN explores over a tenth of what it can play until
+    then, or in the seconds of the part of its name in `explored`.
+    """
+    plans = {}
+    ends = {}
+    for name in agents:
+        at_defaults = "defaults" in name
+        trials = {torch.get_num_threads()}
+        if not at_defaults:
+            trials.add(1)
+        rates = {}
+        for threads in trials:
+            found = harness.in_subprocess(rate, seconds=seconds, name=name, device=device.type, threads=threads)
+            rates[threads] = found["env_steps_per_second"]
+        threads = max(rates, key=rates.get)
+        ends[name] = longest if at_defaults else 600
+        if options.fast:
+            ends[name] = 20
+        horizon = ends[name]
+        for part, most in explored.items():
+            if part in name:
+                horizon = min(most, ends[name])
+        plans[name] = {"name": name, "threads": threads, "explored": int(0.1 * horizon * rates[threads])}
+    return plans, ends
+
+
+# ------------------------------------------------------------------------------------------------ Snake
+
+SNAKE_RECIPE = {  # dqn_snake.py's, as far as SB3 has it: no double target, no step size that falls
+    "view": True,
+    "width": 512,
+    "num_envs": 128,
+    "gamma": 0.98,
+    "learning_rate": 1e-3,
+    "buffer_size": 500_000,
+    "learning_starts": 5000,
+    "batch_size": 256,
+    "train_freq": 1,
+    "gradient_steps": 1,
+    "tau": 0.01,
+    "target_update_interval": 128,
+    "exploration_final_eps": 0.002,
+}
+SNAKE_AGENTS = {
+    "SB3's DQN, defaults": {"algorithm": "DQN"},
+    "SB3's DQN, our view and gamma": {"algorithm": "DQN", "view": True, "gamma": 0.98},
+    "SB3's DQN, our recipe": {"algorithm": "DQN", **SNAKE_RECIPE},
+    "SB3's PPO, defaults": {"algorithm": "PPO"},
+    "SB3's PPO, our view and gamma": {"algorithm": "PPO", "view": True, "gamma": 0.98},
+}
+
+
+class RelativeActions(gymnasium.ActionWrapper):
+    """Left, ahead, right: the actions of those who see the board as the snake does."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        self.action_space = gymnasium.spaces.Discrete(3)
+
+    def action(self, action: int) -> int:
+        return (self.unwrapped.heading + int(action) - 1) % 4
+
+
+class SnakeView(torch.nn.Module):
+    """What an SB3 policy sees of Snake's codes: dqn_snake.py's view, flat, or the hidden layers of its network on it.
+
+    Built by SB3, hence the signature and `features_dim`. As in dqn_snake.py the view is made when the network needs it
+    and of the whole batch, so the replay holds bytes.
+    """
+
+    def __init__(self, space: gymnasium.spaces.Box, width: int, device: str) -> None:
+        super().__init__()
+        self.view = dqn_snake.EgocentricView(space.shape, torch.device(device))
+        self.trunk = dqn_snake.MLP(self.view, width, torch.device(device)) if width else None
+        self.features_dim = width or 3 * self.view.num_features + self.view.side**2
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        _, features, food_position = self.view.features(obs.byte())
+        if self.trunk:
+            return self.trunk(features, food_position)
+        return torch.cat([features.flatten(1), F.one_hot(food_position, self.view.side**2)], 1)
+
+
+def sb3_agent(
+    name: str, device: str, threads: int, env_id: str = "Snake-v0", seed: int = 1, explored: int = 1, **changes: Any
+) -> Any:
+    """The agent of SNAKE_AGENTS, to learn for FOREVER; a DQN explores over its first `explored` steps."""
+    import stable_baselines3
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    import envs  # noqa: F401  (registers the games)
+
+    torch.set_num_threads(threads)
+    settings = {"view": False, "width": 0, "num_envs": 1} | SNAKE_AGENTS[name]
+    if settings["algorithm"] == "DQN":
+        settings["exploration_fraction"] = explored / FOREVER
+    settings |= changes
+    algorithm = getattr(stable_baselines3, settings.pop("algorithm"))
+    view = settings.pop("view")
+    width = settings.pop("width")
+    if view:
+        policy = {
+            "features_extractor_class": SnakeView,
+            "features_extractor_kwargs": {"width": width, "device": device},
+        }
+        if width:
+            policy["net_arch"] = []
+        settings["policy_kwargs"] = policy
+
+    def make_env() -> gymnasium.Env:
+        env = gymnasium.make(env_id, disable_env_checker=True)
+        return RelativeActions(env) if view else env
+
+    games = DummyVecEnv([make_env] * settings.pop("num_envs"))
+    return algorithm("MlpPolicy", games, device=device, seed=seed, **settings)
+
+
+def sb3_rate(seconds: float, **agent: Any) -> dict[str, float]:
+    """Env steps per second while it learns, and transitions learned from per env step (DQN)."""
+    model = sb3_agent(**agent)
+    rate = learn_for(model, seconds)
+    return rate | {"replay_ratio": model._n_updates * model.batch_size / model.num_timesteps}
+
+
+def sb3_act_rate(num_envs: int, seconds: float, device: str) -> float:
+    """Env steps per second of dqn_snake.py's network playing in SB3's `DummyVecEnv`."""
+    model = sb3_agent("SB3's DQN, our recipe", device, torch.get_num_threads(), num_envs=num_envs)
+    games = model.get_env()
+    obs = games.reset()
+
+    def step() -> None:
+        nonlocal obs
+        obs = games.step(model.predict(obs, deterministic=True)[0])[0]
+
+    return measure_rate(step, num_envs, seconds)
+
+
+def greedy_score(model: Any, relative_actions: bool, episodes: int = 100) -> float:
+    """Mean food of greedy games: those of dqn_snake.py's evaluations, played the same way."""
+    envs = SnakeBatch(episodes, seed=dqn_snake.EVAL_SEED)
+    obs = envs.reset()
+    score = torch.zeros(episodes)
+    done = torch.zeros(episodes, dtype=torch.bool)
+    while not done.all():
+        action = torch.as_tensor(model.predict(obs.numpy(), deterministic=True)[0])
+        if relative_actions:
+            action = (envs.heading + action - 1) % 4
+        obs, _, terminated, truncated, info = envs.step(action)
+        ends = (terminated | truncated) & ~done
+        score = torch.where(ends, info["score"].float(), score)
+        done |= ends
+    return score.mean().item()
+
+
+def sb3_curve(name: str, seconds: float, every: float, goal: float, **agent: Any) -> list:
+    """`learning_curve` of an agent of SNAKE_AGENTS: mean food."""
+    relative_actions = "view" in SNAKE_AGENTS[name]
+
+    def evaluate(model: Any) -> float:
+        return greedy_score(model, relative_actions)
+
+    return learning_curve(lambda: sb3_agent(name, **agent), evaluate, seconds, every, goal)
+
+
+# ------------------------------------------------------------------------------------------------ the arena
+
+
+class MettaView(torch.nn.Module):
+    """ppo_metta.py's network up to its heads, as what an SB3 policy makes of tokens. SB3 hands them over as floats."""
+
+    def __init__(self, space: gymnasium.spaces.Box, flags: str, device: str) -> None:
+        super().__init__()
+        args = metta_args(flags, device)
+        example = metta_envs(args, 1, torch.device("cpu"), 1)
+        self.encoder = metta_network(args, example, torch.device(device)).encoder
+        self.features_dim = args.hidden_size
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.encoder(obs.byte())
+
+
+def sb3_arena_envs(args: ppo_metta.Args, rule_book: bool, device: torch.device) -> Any:
+    """The agents of a run's arenas as the games of SB3's PPO."""
+    from stable_baselines3.common.vec_env import VecEnv
+
+    class ArenaAgents(VecEnv):
+        def __init__(self) -> None:
+            self.seconds = 0.0  # that games took
+            self.games = RuleBooks(args) if rule_book else metta_envs(args, args.num_envs, device, 1)
+            num_agents, *shape = self.games.obs.shape
+            space = gymnasium.spaces.Box(0, 255, tuple(shape), np.uint8)
+            super().__init__(num_agents, space, gymnasium.spaces.Discrete(self.games.num_actions))
+
+        def reset(self) -> np.ndarray:
+            return self.games.obs.cpu().numpy().copy()
+
+        def step_async(self, actions: np.ndarray) -> None:
+            self.actions = torch.as_tensor(actions, device=device)
+
+        def step_wait(self):
+            start = time.perf_counter()
+            obs, reward, terminated, truncated, info = self.games.step(self.actions)
+            self.seconds += time.perf_counter() - start
+            infos = [{}] * self.num_envs  # one and the same: it is only read
+            for agent in truncated.nonzero().flatten().tolist():
+                final_obs = info["final_obs"][agent].cpu().numpy()
+                infos[agent] = {"terminal_observation": final_obs, "TimeLimit.truncated": True}
+            reward = (args.reward_scale * reward).cpu().numpy()
+            return obs.cpu().numpy().copy(), reward, (terminated | truncated).cpu().numpy(), infos
+
+        def get_attr(self, name: str, indices: Any = None) -> list:
+            return [None] * self.num_envs  # the render mode: nothing else is asked for
+
+        close = set_attr = env_method = env_is_wrapped = None  # a VecEnv must have them, PPO does without
+
+    return ArenaAgents()
+
+
+def sb3_arena_agent(flags: str, games: Any, threads: int, device: str, seed: int = 1) -> Any:
+    """SB3's PPO as a run with `flags` is: network, first weights, batch, minibatch, epochs, coefficients."""
+    from stable_baselines3 import PPO
+
+    args = metta_args(flags, device)
+    num_steps, minibatch_size = rollout_sizes(args, games.num_envs)
+    torch.set_num_threads(threads)
+    network = {
+        "features_extractor_class": MettaView,
+        "features_extractor_kwargs": {"flags": flags, "device": device},
+        "net_arch": [],
+        "ortho_init": False,
+    }
+    model = PPO(
+        "MlpPolicy",
+        games,
+        learning_rate=args.learning_rate,
+        n_steps=num_steps,
+        batch_size=minibatch_size,
+        n_epochs=args.update_epochs,
+        gamma=args.gamma,
+        gae_lambda=args.gae_lambda,
+        clip_range=args.clip_coef,
+        clip_range_vf=args.vf_clip_coef,
+        normalize_advantage=args.norm_adv,
+        ent_coef=args.ent_coef,
+        vf_coef=args.vf_coef / 2,  # SB3's value loss is the mean of squares, ours half of that
+        max_grad_norm=args.max_grad_norm,
+        policy_kwargs=network,
+        device=device,
+        seed=seed,
+    )
+    for head, gain in ((model.policy.action_net, 0.01), (model.policy.value_net, 1.0)):
+        torch.nn.init.orthogonal_(head.weight, gain)
+        torch.nn.init.zeros_(head.bias)
+    return model
+
+
+def sb3_arena_rate(flags: str, rule_book: bool, threads: int, seconds: float, device: str) -> dict[str, float]:
+    """Agent steps per second of SB3's PPO in a run's arena with its network, batch, minibatch and epochs, and the
+    microseconds of a step in games, the rest of rollouts, and learning. Whole iterations, without the first."""
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    games = sb3_arena_envs(metta_args(flags, device), rule_book, torch.device(device))
+    model = sb3_arena_agent(flags, games, threads, device)
+    rollout_starts = []
+    game_seconds = []  # until each of them
+    rollout_ends = []
+
+    class Clock(BaseCallback):
+        def _on_rollout_start(self) -> None:
+            rollout_starts.append(time.perf_counter())
+            game_seconds.append(games.seconds)
+
+        def _on_rollout_end(self) -> None:
+            rollout_ends.append(time.perf_counter())
+
+        def _on_step(self) -> bool:
+            return len(rollout_starts) < 3 or time.perf_counter() - rollout_starts[1] < seconds
+
+    model.learn(FOREVER, callback=Clock())
+    iterations = len(rollout_starts) - 2
+    steps = iterations * model.n_steps * games.num_envs
+    total = rollout_starts[-1] - rollout_starts[1]
+    playing = game_seconds[-1] - game_seconds[1]
+    learning = sum(start - end for start, end in zip(rollout_starts[2:], rollout_ends[1:]))
+    return {
+        "env_steps_per_second": steps / total,
+        "games": 1e6 * playing / steps,
+        "rollouts": 1e6 * (total - playing - learning) / steps,
+        "learning": 1e6 * learning / steps,
+    }
+
+
+class PolicyAgent:
+    """An SB3 policy, called as `ppo_metta.evaluate` calls an agent. It has no memory."""
+
+    state_size = 0
+
+    def __init__(self, policy: torch.nn.Module) -> None:
+        self.policy = policy
+
+    def __call__(self, obs: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple:
+        return self.policy.get_distribution(obs[0]).distribution.logits[None], None, state
+
+
+def sb3_arena_curve(
+    tuned: bool, seconds: float, every: float, goal: float, seed: int, threads: int, device: str
+) -> list:
+    """`learning_curve` of SB3's PPO in the arena: mean hearts."""
+    from stable_baselines3 import PPO
+
+    args = metta_args("--rnn none", device)
+    where = torch.device(device)
+
+    def make_model() -> Any:
+        if tuned:
+            return sb3_arena_agent("--rnn none", sb3_arena_envs(args, False, where), threads, device, seed)
+        torch.set_num_threads(threads)
+        games = sb3_arena_envs(metta_args("--num-envs 1 --reward-scale 1", device), True, where)
+        return PPO("MlpPolicy", games, device=device, seed=seed)
+
+    def evaluate(model: Any) -> float:
+        return ppo_metta.evaluate(PolicyAgent(model.policy), args, 48, where)["eval_score_mean"]
+
+    return learning_curve(make_model, evaluate, seconds, every, goal)
+
+
+# ------------------------------------------------------------------------------------------------ Mario
+
+MARIO_AGENTS = {  # SB3's replay of a million would take 53 GiB
+    "SB3's DQN, defaults": {"algorithm": "DQN", "buffer_size": 100_000},
+    "SB3's DQN, our recipe": {
+        "algorithm": "DQN",
+        "num_envs": 16,
+        "gamma": 0.97,
+        "learning_rate": 5e-4,
+        "buffer_size": 100_000,
+        "learning_starts": 5000,
+        "train_freq": 1,
+        "gradient_steps": 1,
+        "tau": 0.005,
+        "target_update_interval": 16,
+        "exploration_final_eps": 0.03,
+    },
+    "SB3's PPO, defaults": {"algorithm": "PPO"},
+    "SB3's PPO, our network and gamma": {
+        "algorithm": "PPO",
+        "num_envs": 16,
+        "gamma": 0.97,
+        "n_steps": 128,
+        "batch_size": 256,
+    },
+}
+
+
+class MarioView(torch.nn.Module):
+    """dqn_mario_async.py's network without its head, as what an SB3 policy makes of frames."""
+
+    def __init__(self, space: gymnasium.spaces.Box) -> None:
+        super().__init__()
+        args = dqn_mario_async.Args(dueling=False, stack=space.shape[0], size=space.shape[1])
+        self.trunk = dqn_mario_async.QNetwork(args, torch.device("cpu"))
+        self.trunk.head = torch.nn.Identity()
+        self.features_dim = args.hidden_size
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.trunk(obs.byte())
+
+
+def sb3_mario_agent(name: str, threads: int, seed: int, explored: int, device: str) -> Any:
+    """The agent of MARIO_AGENTS on the trainer's levels; a DQN explores over its first `explored` steps."""
+    import stable_baselines3
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    torch.set_num_threads(threads)
+    settings = {"num_envs": 1} | MARIO_AGENTS[name]
+    if settings["algorithm"] == "DQN":
+        settings["exploration_fraction"] = explored / FOREVER
+    if "our" in name:
+        policy = {"features_extractor_class": MarioView, "net_arch": [], "normalize_images": False}
+        settings["policy_kwargs"] = policy
+    algorithm = getattr(stable_baselines3, settings.pop("algorithm"))
+    rules = dqn_mario_async.settings_of(dqn_mario_async.Args(), mario.TRAIN_LEVELS)
+    games = DummyVecEnv([lambda: MarioEnv(**rules)] * settings.pop("num_envs"))
+    return algorithm("CnnPolicy", games, device=device, seed=seed, **settings)
+
+
+def sb3_mario_rate(seconds: float, **agent: Any) -> dict[str, float]:
+    return learn_for(sb3_mario_agent(seed=1, explored=1, **agent), seconds)
+
+
+def sb3_mario_curve(name: str, seconds: float, every: float, goal: float, device: str, **agent: Any) -> list:
+    """`learning_curve` of an agent of MARIO_AGENTS: mean distance of greedy games on unseen levels, in pixels."""
+    args = dqn_mario_async.Args()
+    where = torch.device(device)
+
+    def evaluate(model: Any) -> float:
+        def action_values(obs: torch.Tensor) -> torch.Tensor:
+            if "DQN" in name:
+                return model.q_net(obs)
+            return model.policy.get_distribution(obs).distribution.logits
+
+        return dqn_mario_async.evaluate(action_values, args, 20, where)["eval_distance_mean"]
+
+    return learning_curve(lambda: sb3_mario_agent(name, device=device, **agent), evaluate, seconds, every, goal)

@@ -1,0 +1,28 @@
+"""Nothing that a test of the benchmark does is written into the project."""
+
+import shutil
+
+import pytest
+import torch
+from benchmark_helpers import PROJECT
+
+import dqn_snake_sb3_compat
+from benchmarks import harness
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    """Parts of runs that are measured in this process set their number of threads."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def empty_project(threads_as_before, monkeypatch, tmp_path) -> None:
+    """A folder with a copy of the pages, no results, no settings around it, and no run that is real."""
+    for name in dqn_snake_sb3_compat.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    shutil.copytree(PROJECT / "benchmarks" / "pages", tmp_path / "benchmarks" / "pages")

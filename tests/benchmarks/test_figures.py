@@ -1,0 +1,412 @@
+"""Every figure in the text of README.md, benchmarks.md and the pages is made again from the files of results."""
+
+import math
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+from benchmark_helpers import PAGES, results
+
+from benchmarks.harness import ratios
+from benchmarks.metta_parts import ARENAS, REAL_METTAGRID
+from benchmarks.report import median_min_max
+from benchmarks.time_to import seconds_to_goal
+
+
+def median(runs: list[dict], key: str = "env_steps_per_second") -> float:
+    return statistics.median(one[key] for one in runs)
+
+
+def hearts(runs: list[dict]) -> float:
+    return statistics.mean(one["eval_score_mean"] for one in runs)
+
+
+def hundreds(value: float) -> str:
+    return f"{100 * round(value / 100):,}"
+
+
+def low_to_high(values: list[float], digits: int = 0) -> str:
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def seconds_to(table: str, who: str, goal: float) -> list[float]:
+    return [seconds_to_goal(curve, goal) for curve in results(table)["curves"][who]]
+
+
+def best(table: str, who: str) -> float:
+    """The best evaluation of anybody's runs."""
+    return max(value for curve in results(table)["curves"][who] for _, value in curve)
+
+
+def ratio(table: str, to: str) -> float:
+    return statistics.median(results(table)["ratios"][to])
+
+
+def gain(runs: dict[str, list[dict]], switch: str, beside: str) -> float:
+    """How many times the transitions learned from per second, within a round."""
+    rates = [[one["samples_per_second"] for one in runs[name]] for name in (switch, beside)]
+    return statistics.median(ratios(*rates))
+
+
+def learned_food() -> dict[str, list[dict]]:
+    """Runs of dqn_snake.py at its defaults, by their seconds."""
+    learned = {}
+    for seconds in ("60", "120", "600"):
+        flags = f"--max-seconds {seconds}"
+        runs = [one for one in results("learn")["runs"] if one["flags"].split(" --seed")[0] == flags]
+        assert len(runs) == 3 and {one["precision"] for one in runs} == {"float32"}
+        learned[seconds] = runs
+    assert {one["eval_score_max"] for one in learned["600"]} == {97}
+    return learned
+
+
+def sb3_food() -> str:
+    """What SB3's agents at their defaults reach."""
+    assert max(best("time-to-score", f"SB3's {who}, defaults") for who in ("DQN", "PPO")) < 5
+    seconds = results("time-to-score")["ends"]["SB3's PPO, defaults"]
+    return f"Stable-Baselines3's DQN and PPO: below 5 after {seconds // 60} minutes"
+
+
+def compat_times() -> str:
+    speeds = {name: statistics.median(values) for name, values in results("sb3-speed")["ratios"].items()}
+    times = low_to_high([times for name, times in speeds.items() if ", 1, --compile" in name], 1)
+    return f"{times} times Stable-Baselines3's DQN"
+
+
+def learned_hearts() -> dict[str, tuple[str, str]]:
+    """Mean hearts, and those of players that learn nothing, by flags."""
+    rows = {
+        "--rnn none": ("arena", "--rnn none"),
+        "--env-id MettaNavigation-v0": ("navigation", ARENAS["navigation"]),
+        "--env-id mettagrid": ("real", REAL_METTAGRID),
+    }
+    learned = {}
+    for flags, (name, key) in rows.items():
+        found = results(f"metta-learn-{name}")
+        runs = found["runs"][key] if isinstance(found["runs"], dict) else found["runs"]
+        assert len(runs) == 3
+        others = f"a scripted player {found['scripted']:.1f}, " if found["scripted"] else ""
+        others += f"random play {found['random']:.1f}"
+        learned[flags] = f"{hearts(runs):.1f} hearts", others
+    return learned
+
+
+def reached_flags() -> str:
+    """Per cent of the games of the real 1-1; in our own game it is all of them."""
+    learned = results("mario-learn")
+    assert {one["flags"].split(" --seed")[0] for one in learned["runs"]} == {"--max-seconds 900"}
+    assert len(learned["runs"]) == 3
+    assert {(one["eval_flags"], one["eval_episodes"]) for one in learned["runs"]} == {(1.0, 100)}
+    assert learned["random"][0] == 0
+    real = results("mario-real")
+    assert {one["flags"].split(" --eval")[0] for one in real["runs"]} == {"--env-id SuperMarioBros --max-seconds 1200"}
+    assert len(real["runs"]) == 3 and real["random"][0] == 0
+    return low_to_high([100 * one["eval_flags"] for one in real["runs"]])
+
+
+def readme() -> list[str]:
+    """What README.md says."""
+    food = learned_food()
+    in_turn = f"{ratio('mario-async', 'in turn'):.2f} times one thread in turn"
+    peer = results("metta-peer")["runs"]
+    ours, sb3 = hundreds(median(peer["ours"])), hundreds(median(peer["SB3's PPO, the rule book"]))
+    phrases = [
+        f"| `dqn_snake.py --max-seconds 60` | {hearts(food['60']):.1f} food of 97 after 1 minute | {sb3_food()} | |",
+        f"| `dqn_snake.py` | {hearts(food['120']):.1f} food after 2 minutes | | {hundreds(median(food['120']))} env",
+        f"| {hearts(food['600']):.1f} food after 10 minutes, best games fill the board |",
+        f"| {compat_times()}, one game |",
+        f"{ours} agent steps/s; Stable-Baselines3's PPO {sb3} |",
+        f"| the flag in 100 % of unseen levels after 15 minutes | random play 0 % | {in_turn} |",
+        f"| the flag of the real 1-1 in {reached_flags()} % of games after 20 minutes | random play 0 % |",
+    ]
+    for flags, (ours, others) in learned_hearts().items():
+        phrases.append(f"| `ppo_metta.py {flags}` | {ours} after 10 minutes | {others} |")
+    return phrases
+
+
+def headlines() -> list[str]:
+    """What benchmarks.md says."""
+    food = learned_food()
+    widest = statistics.median(list(zip(*results("env")["rates"]["SnakeBatch"]))[-1])
+    width = results("env")["widths"][-1]
+    bf16 = results("bf16")
+    assert "AMD EPYC" in bf16["hardware"]
+    rates = []
+    for case in ("dqn_snake.py --bf16", "dqn_snake.py"):
+        rates.append([one["samples_per_second"] / one["train_fraction"] for one in bf16["runs"][case]])
+    ours, batched, book = (hundreds(median(runs)) for runs in results("metta-peer")["runs"].values())
+    phrases = [
+        f"| 1 minute | {hearts(food['60']):.1f} food of 97 | {sb3_food()} |",
+        f"| 2 minutes | {hearts(food['120']):.1f} food",
+        f"| 10 minutes | {hearts(food['600']):.1f} food",
+        f"| `dqn_snake.py`, playing and learning | {hundreds(median(food['120']))} env steps/s |",
+        f"| Snake alone, {width:,} games at once | {widest / 1e6:.1f} million env steps/s |",
+        f"bf16 units | {statistics.median(ratios(*rates)):.2f} times the samples/s |",
+        f"one game | {compat_times()} |",
+        f"| {ours} agent steps/s | Stable-Baselines3's PPO: {book}, and {batched} with our arena |",
+        "| 15 minutes | the flag in 100 % of unseen levels | random play 0 % |",
+        f"| 20 minutes | the flag of the real 1-1 in {reached_flags()} % of games | random play 0 % |",
+        f"| {ratio('mario-async', 'in turn'):.2f} times one thread in turn |",
+    ]
+    for flags, (ours, others) in learned_hearts().items():
+        phrases.append(f"| `python ppo_metta.py {flags}` | 10 minutes | {ours} | {others} |")
+    return phrases
+
+
+def snake_page() -> list[str]:
+    """What the text of snake.md says."""
+    phrases = []
+    env, xeon = results("env"), results("env-xeon")
+    milliseconds = {}
+    for who in ("SnakeBatch", "jumanji"):
+        rates = zip(*env["rates"][who])
+        milliseconds[who] = [1000 * width / statistics.median(found) for width, found in zip(env["widths"], rates)]
+    one, few, many = milliseconds["SnakeBatch"][:3]
+    phrases.append(f"which take {one:.2f} ms for one game, {few:.2f} ms for 128 and {many:.2f} ms for 1,024")
+    one, few = milliseconds["jumanji"][:2]
+    phrases.append(f"one compiled function, {one:.2f} ms for one game and {few:.2f} ms for 128")
+    five = min(width for width in env["widths"] if ratio("env", f"jumanji, {width:,} games") >= 5)
+    phrases.append(f"Five times jumanji is reached from {five:,} games on")
+    widest = statistics.median(list(zip(*xeon["rates"]["SnakeBatch"]))[-1])
+    times = median_min_max(xeon["ratios"]["jumanji, best width of each"], 1)
+    phrases.append(
+        f"{widest / 1e6:.1f} million steps per second of `SnakeBatch` at 65,536 games, at its best width {times} "
+    )
+
+    train = results("train")["runs"][""]
+    step = 128_000 / median(train)
+    update = step * median(train, "train_fraction")
+    phrases.append(f"of the {step:.1f} ms that 128 steps of ours take, {update:.1f} are the update")
+    recipe, defaults = (ratio("train-xeon", f"SB3's DQN, {settings}") for settings in ("our recipe", "defaults"))
+    phrases.append(f"{recipe:.1f} times SB3 with our recipe, and {defaults:.1f} times SB3 at its defaults")
+
+    switches, larger = results("switches")["runs"], "--num-envs 512 --batch-size 1024"
+    compiled = [name for name in switches if name.startswith("--compile") and larger not in name]
+    gains = [gain(switches, name, "") for name in compiled]
+    large = gain(switches, f"--compile --max-seconds 60 {larger}", larger)
+    phrases.append(
+        f"they make {low_to_high(gains, 2)} times the default's ({large:.2f} with the larger games and batch)"
+    )
+    learn = {one["flags"]: one["samples_per_second"] for one in results("learn")["runs"]}
+    times = learn["--max-seconds 600 --seed 1"] / learn["--max-seconds 600 --network attention --seed 1"]
+    phrases.append(f"it learns from one transition where the MLP learns from {times:.0f} (first table)")
+    return phrases
+
+
+def all_scripts_page() -> list[str]:
+    """What the text of all-scripts.md says."""
+    phrases = []
+    cells = {(cell["script"], cell["flag"], cell["value"]): cell["runs"] for cell in results("scaling")["cells"]}
+    games = [median(cells["dqn_snake.py", "--num-envs", number]) for number in (1, 256)]
+    batches = [median(cells["dqn_snake.py", "--batch-size", batch]) for batch in (32, 512)]
+    phrases.append(
+        f"from 1 to 256 games Snake gets {games[1] / games[0]:.0f} times as many steps, from batch 32 to 512 "
+    )
+    phrases.append(f"{batches[1] / batches[0]:.1f} times")
+    wide = [
+        ("--num-envs", 256),
+        ("--num-envs", 4096),
+        ("--num-envs", 65536),
+        ("--batch-size", 512),
+        ("--batch-size", 8192),
+    ]
+    limits = [median(cells["dqn_snake.py", *cell], "samples_per_second") for cell in wide]
+    phrases.append(f"the limit, {hundreds(min(limits))} to {hundreds(max(limits))} transitions per second at any width")
+    huge = median(cells["dqn_snake.py", "--batch-size", 65536], "samples_per_second")
+    phrases.append(f"batch 65,536 makes {huge / limits[-1]:.2f} times as many as 8,192")
+    small, large = (median(cells["dqn_snake.py", "--board", board]) for board in ("10x10", "32x32"))
+    phrases.append(
+        f"32x32 has {32 * 32 / 100:.0f} times the cells of 10x10 and costs {small / large:.0f} times as much"
+    )
+    arenas = max(median(runs) for (_, flag, _), runs in cells.items() if "--agents" in flag)
+    phrases.append(f"up to {round(arenas, -3):,.0f} agent steps per second")
+    return phrases
+
+
+def time_to_page() -> list[str]:
+    """What the text of time-to.md says."""
+    phrases = []
+    dqn, ppo = (best("time-to-score", f"SB3's {who}, defaults") for who in ("DQN", "PPO"))
+    sooner = ratio("time-to-score", "SB3's DQN, defaults, 10 food")
+    phrases.append(f"comes to 5 food in 20 minutes (their best evaluations are {dqn:.1f} and {ppo:.1f})")
+    phrases.append(f"at 10 food more than {math.floor(sooner)} times sooner")
+    tuned = {}
+    for goal in (10, 20, 30):
+        names = [f"SB3's {who}, our view and gamma, {goal} food" for who in ("DQN", "PPO")]
+        tuned[goal] = [ratio("time-to-score", name) for name in names]
+    assert max(tuned[10]) < 5 < min(tuned[20] + tuned[30])
+    phrases.append("five times sooner is reached at 20 and 30 food, not at 10**")
+    phrases.append(f"({tuned[10][0]:.1f} and {tuned[10][1]:.1f}), where ours is after four or five seconds")
+
+    most = best("time-to-hearts", "SB3's PPO, defaults")
+    phrases.append(f"never has more than {most:.1f} hearts in ten minutes")
+    theirs, none = (
+        round(*seconds_to("time-to-hearts", who, 5)) for who in ("SB3's PPO, our settings", "ours, no memory")
+    )
+    phrases.append(f"({theirs} seconds to 5 hearts, ours {none}, tested every 20)")
+    lstm, none = (results("time-to-hearts")["curves"][who][0][-1][1] for who in ("ours", "ours, no memory"))
+    phrases.append("later at everything from 2 hearts on")
+    phrases.append(f"ends at {lstm:.1f} hearts where `--rnn none` ends at {none:.1f}")
+
+    agents = "DQN, our recipe", "PPO, our network and gamma", "DQN, defaults"
+    times = [ratio("time-to-distance", f"SB3's {who}, 1000 pixels") for who in agents]
+    phrases.append(
+        f"takes {times[0]:.1f} and {times[1]:.1f} times as long to 1,000 pixels, at its defaults {times[2]:.1f} times"
+    )
+    phrases.append("to the first 400 its PPO is sooner")
+    ours = {round(seconds): value for seconds, value in results("time-to-distance")["curves"]["ours"][0]}
+    phrases.append(f"({ours[42]:,.0f} after 42 seconds, between {ours[37]:,.0f} and {ours[47]:,.0f})")
+    swings = results("time-to-distance")["curves"]["SB3's DQN, our recipe"][0]
+    swings = {round(seconds): value for seconds, value in swings}
+    phrases.append(f"is at {swings[55]:.0f} after 55 seconds and at {swings[60]:.0f} after 60")
+    return phrases
+
+
+def sb3_compat_page() -> list[str]:
+    """What the text of sb3-compat.md says."""
+    phrases = []
+    scores = [[score for _, score in runs] for runs in results("sb3-learn")["runs"].values()]
+    means, errors = (
+        [statistics.mean(each) for each in scores],
+        [statistics.variance(each) / len(each) for each in scores],
+    )
+    apart = [abs(means[i] - means[j]) / (errors[i] + errors[j]) ** 0.5 for i, j in ((0, 1), (0, 2), (1, 2))]
+    phrases.append(
+        f"Eager's mean is {apart[0]:.1f} and {apart[1]:.1f} standard errors of the difference above the others, theirs "
+        f"{apart[2]:.1f} apart"
+    )
+    rates = {
+        (cell["configuration"], cell["batch"]): cell.get("samples_per_second") for cell in results("sweep")["cells"]
+    }
+    gains = [100 * (rates["fp32 + compile", batch] / rates["fp32", batch] - 1) for batch in (32, 64, 128)]
+    phrases.append(f"`--compile` makes {low_to_high(gains)} % more of every batch")
+    return phrases
+
+
+def metta_page() -> list[str]:
+    """What the text of metta.md says."""
+    phrases = []
+    arena = results("metta-learn-arena")["runs"]
+    phrases.append(f"Without memory it makes {median(arena['--rnn none']) / median(arena['']):.2f} times the steps")
+    assert all(a["eval_score_mean"] < b["eval_score_mean"] for a, b in zip(arena[""], arena["--rnn none"]))
+    found = results("metta-learn-arena-xeon")
+    each = "{:.2f}, {:.2f} and {:.2f}".format(*(one["eval_score_mean"] for one in found["runs"]))
+    rate = f"{median(found['runs']):,.0f} agent steps per second"
+    phrases.append(f"the default made {rate} and had {hearts(found['runs']):.2f} hearts ({each};")
+    phrases.append(f"commit {found['commit']})")
+
+    presets = results("metta-presets")["runs"]
+    original, fast = presets[:3], presets[3:]
+    assert all("original" in one["flags"] for one in original) and all("ultra-fast" in one["flags"] for one in fast)
+    phrases.append(
+        f"So {median(fast) / median(original):.2f} times the steps per second are no speed-up here: one update for "
+        f"every {median(original, 'updates_per_second') / median(fast, 'updates_per_second'):.0f} of the other, and "
+        f"{100 * hearts(fast) / hearts(original):.0f} % of the hearts"
+    )
+    return phrases
+
+
+def metta_speed_page() -> list[str]:
+    """What the text of metta-speed.md says."""
+    phrases = []
+    times = ratio("metta-peer", "SB3's PPO, our batched arena")
+    phrases.append(f"ours is only {times:.1f} times as fast as SB3's PPO")
+    book = results("metta-peer")["runs"]["SB3's PPO, the rule book"]
+    spent = [median(book, part) for part in ("games", "rollouts", "learning")]
+    phrases.append(f"takes {spent[0]:.0f} of its {sum(spent):.0f} µs")
+    return phrases
+
+
+def mario_page() -> list[str]:
+    """What the text of mario.md says."""
+    phrases = []
+    beside = results("mario-async")
+    turns = [beside["ratios"][who] for who in ("in turn", "in turn, 2 threads")]
+    phrases.append(f"does {statistics.median(turns[0]):.2f} times the work of one thread that takes turns")
+    phrases.append(f"in PyTorch's hands do {statistics.median(ratios(*turns)):.2f} times that work")
+    phrases.append(f"so beside these the gain is {statistics.median(turns[1]):.2f}")
+    busy = median(beside["runs"]["beside each other"], "train_fraction")
+    phrases.append(f"The learner is busy for {100 * busy:.0f} % of the run")
+
+    mario = results("mario-switches")["runs"]
+    assert max(one["ring_fill"] for runs in mario.values() for one in runs) < 0.25
+    assert {one["dropped"] for one in mario["--on-full drop"]} == {0}
+    alone = median(mario["--num-collectors 0"]) / median(mario[""])
+    phrases.append(f"it learns most, from {100 * alone:.0f} % of the steps")
+    phrases.append(f"`--compile` brings {100 * (gain(mario, '--compile --max-seconds 60', '') - 1):.0f} %")
+
+    xeon = results("mario-real-xeon")
+    assert xeon["run"]["eval_flags"] == 0 and xeon["run"]["flags"].split()[3] == "1800"
+    assert xeon["run"]["eval_episodes"] == 100 and "2 cores of Intel(R) Xeon(R)" in xeon["hardware"]
+    phrases.append(f"reached {xeon['run']['eval_distance_mean']:,.0f} pixels and no flag in 100 games")
+    phrases.append(f"(one seed, commit {xeon['commit']})")
+    return phrases
+
+
+FIGURES = {  # pages that are not named have no figures but those that were typed by hand
+    "README": readme,
+    "benchmarks": headlines,
+    "snake": snake_page,
+    "all-scripts": all_scripts_page,
+    "time-to": time_to_page,
+    "sb3-compat": sb3_compat_page,
+    "metta": metta_page,
+    "metta-speed": metta_speed_page,
+    "mario": mario_page,
+}
+SETTINGS = {  # phrases with numbers that nobody measured
+    "README": [
+        "an evaluation over 1,000 games",
+        "returning (B, 4)",
+        "PyTorch 2.13 and Python 3.11 to 3.13",
+    ],
+    "snake": [
+        "(batch 512 learned no sooner, see [what did not help](trials.md))",
+        "Attention has 100 tokens to compare",
+    ],
+    "time-to": ["the view, the 128 games, the batch"],
+    "sb3-compat": [
+        "eager and SB3 take the same 5,000 actions in the tests",
+        "One update asks for 400 tokens of every sample",
+        "batches go from 128 to 16,384",
+    ],
+    "mario": [
+        "it is asked for a replay ratio of 8",
+        "## Learning the real 1-1",
+    ],
+}
+TEXTS = [path for path in PAGES if path.stem != "why-it-is-fast"]  # whose figures are looked up on other pages
+
+
+def prose(path: Path) -> str:
+    """A page without what `benchmark.py` wrote, what says that it was typed by hand, and code. Line ends are spaces."""
+    text = path.read_text()
+    text = re.sub(r"<!-- [\w-]+ (?:cpu|cuda) -->.*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    text = re.sub(r"\*\*By hand, all of this section:\*\*.*?(?=\n## |\Z)", "", text, flags=re.DOTALL)
+    kept, by_hand = [], False
+    for block in re.split(r"\n\n+", text):
+        by_hand = block.startswith("**By hand:**") or (by_hand and block.startswith("|"))
+        if not by_hand:
+            kept.append(block)
+    return " ".join(" ".join(kept).split())
+
+
+@pytest.mark.parametrize("path", TEXTS[2:], ids=lambda path: path.stem)
+def test_every_table_is_written_by_the_benchmark_or_by_hand(path: Path) -> None:
+    assert "| --- |" not in prose(path)
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
+def test_every_figure_is_what_its_results_say(path: Path) -> None:
+    text = prose(path)
+    phrases = FIGURES[path.stem]() if path.stem in FIGURES else []
+    for phrase in phrases:
+        assert phrase in text, phrase
+    for phrase in sorted([*phrases, *SETTINGS.get(path.stem, [])], key=len, reverse=True):
+        assert phrase in text, phrase
+        text = text.replace(phrase, " … ")
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|(Python|PyTorch|newer than) \d+\.\d+", " ", text)
+    left = re.findall(r"[^.;:|]{,40}(?<![\w-])\d[^.;:|]{,30}", text)
+    assert not left, f"no results are named for these; test them, or say that they are by hand: {left}"

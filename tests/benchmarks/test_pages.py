@@ -1,0 +1,239 @@
+"""Every table is made again from its file of results, and every command on a page is understood.
+
+PYTHONPATH=. python tests/benchmarks/test_pages.py  # write the tables again, after a change of how they are written
+"""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import tyro
+from benchmark_helpers import CPU, PAGES, PROJECT, page_of, results
+
+import benchmark
+import dqn_snake
+import ppo_metta
+from benchmarks import report
+from benchmarks.harness import SUITES, Options
+from benchmarks.metta_parts import ARENAS, REAL_METTAGRID
+from benchmarks.players import random_hearts, scripted_hearts
+
+RUN = "harness.run"
+IN_SUBPROCESS = "harness.in_subprocess"
+ALTERNATE = "harness.alternate"
+EVAL_CURVE = "harness.eval_curve"
+WALL_CLOCK_CURVE = "harness.wall_clock_curve"
+
+
+def label(key: Any) -> str:
+    """A key as it stands in a file of results."""
+    return ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+
+
+def alternate(*rounds: dict) -> Callable:
+    """In place of `harness.alternate`: what was measured then, one dict a call."""
+    waiting = list(rounds)
+
+    def recorded(options: Options, calls: dict) -> dict:
+        keys = {label(key): key for key in calls}
+        return {keys.get(key, key): values for key, values in waiting.pop(0).items()}
+
+    return recorded
+
+
+def runs(*summaries: dict) -> Callable:
+    """In place of `harness.run`: the summary that the same flags had then."""
+    by_flags = {" ".join(one["flags"].split()): one for one in summaries}
+    return lambda flags, options, script="dqn_snake.py": by_flags[" ".join(flags.split())]
+
+
+def curves(found: dict, ours: list[str], seeds: int) -> dict[str, Callable]:
+    """In place of runs of ours and of SB3: the curves that they had then."""
+    waiting = [found["curves"][name][seed] for seed in range(seeds) for name in ours]
+
+    def theirs(function: Callable, seed: int, name: str = "", tuned: bool = False, **_: Any) -> list:
+        name = name or f"SB3's PPO, {'our settings' if tuned else 'defaults'}"
+        return found["curves"][name][seed - 1]
+
+    def plans(*_: Any) -> tuple[dict, dict]:
+        return found["plans"], {name: end for name, end in found["ends"].items() if name not in ours}
+
+    return {
+        RUN: lambda *_: {"run": "none"},
+        EVAL_CURVE: lambda folder: waiting.pop(0),
+        WALL_CLOCK_CURVE: lambda folder, tag: waiting.pop(0),
+        "sb3_peers.plan_agents": plans,
+        IN_SUBPROCESS: theirs,
+    }
+
+
+def recorded(name: str, found: dict) -> dict[str, Callable]:
+    """What takes the place of functions of the benchmark, so that a table is made of what was measured then."""
+    if name in ("env", "act", "metta-env"):
+        return {ALTERNATE: alternate(found["rates"])}
+    if name in ("train", "bf16", "busy", "switches", "mario-switches"):
+        return {ALTERNATE: alternate(found["runs"])}
+    if name == "update":
+        batches = found["batches"]
+        rounds = {batch: one["runs"] for batch, one in batches.items()} | {"ceiling": found["ceiling"]}
+        return {
+            ALTERNATE: alternate(rounds),
+            "snake.matmul_seconds": lambda batch, *_: batches[str(batch)]["matmul_seconds"],
+            "snake.least_work": lambda batch, *_: batches[str(batch)]["flops_and_bytes"],
+        }
+    if name == "scaling":
+        rounds = [{str(cell["value"]): cell["runs"]} for cell in found["cells"]]
+        return {ALTERNATE: alternate(*rounds), "harness.free_gib": lambda device: math.inf}
+    if name == "learn":
+        return {RUN: runs(*found["runs"]), EVAL_CURVE: lambda folder: []}
+    if name == "sb3-speed":
+        cases = []
+        for rates in found["rates"].values():
+            cases.append({who: [{"env_steps_per_second": rate} for rate in each] for who, each in rates.items()})
+        return {ALTERNATE: alternate(*cases)}
+    if name == "sb3-learn":
+        ours = [one for pair in zip(found["runs"]["ours"], found["runs"]["ours, `--compile`"]) for one in pair]
+        theirs = list(found["runs"]["SB3"])
+        keys = "wall_seconds", "eval_score_mean"
+        return {
+            RUN: lambda *_: dict(zip(keys, ours.pop(0))),
+            IN_SUBPROCESS: lambda *_, **__: theirs.pop(0),
+        }
+    if name == "sweep":
+        return {RUN: runs(*(cell for cell in found["cells"] if "flags" in cell))}
+    if name == "metta-hearts":
+        games = {flags: game for game, flags in (ARENAS | {"MettaGrid": REAL_METTAGRID}).items()}
+        players = {random_hearts: "random", scripted_hearts: "scripted"}
+        return {IN_SUBPROCESS: lambda player, flags, agent_episodes: found["hearts"][players[player]][games[flags]]}
+    if name.startswith("metta-learn"):
+        hearts = {random_hearts: found["random"], scripted_hearts: found["scripted"]}
+        summaries = [one for each in found["runs"].values() for one in each]
+        return {RUN: runs(*summaries), IN_SUBPROCESS: lambda player, **_: hearts[player]}
+    if name == "metta-speed":
+        mflops = found["mflop"]
+        rounds = alternate(found["runs"] | {"games": found["games"]})
+        return {
+            ALTERNATE: rounds,
+            IN_SUBPROCESS: lambda _, variants, device: [mflops[flags] for flags in variants],
+        }
+    if name == "metta-peer":
+        return {
+            ALTERNATE: alternate(found["runs"]),
+            IN_SUBPROCESS: lambda _, threads, **__: found["trials"][str(threads)],
+        }
+    if name == "metta-subproc":
+        rounds = {}
+        for flags, parts in found["settings"].items():
+            rounds |= {f"{part}, {flags}": parts[part] for part in ("alone", "rollouts", "both")}
+        return {ALTERNATE: alternate(rounds), "metta.check_mettagrid": lambda table: None}
+    if name == "metta-presets":
+        return {RUN: runs(*found["runs"])}
+    if name == "diagnose":
+        rounds = {}
+        for flags, parts in found["switches"].items():
+            rounds |= {f"run, {flags}": parts["runs"], f"parts, {flags}": parts["parts"]}
+        return {ALTERNATE: alternate(rounds)}
+    if name == "mario-env":
+        players = found["players"]
+        return {
+            ALTERNATE: alternate(found["rates"]),
+            IN_SUBPROCESS: lambda _, player, games: players[player],
+        }
+    if name == "mario-async":
+        trial = {"replay_ratio": found["asked"], "train_fraction": 0.5}
+        return {ALTERNATE: alternate(found["runs"]), RUN: lambda *_: trial}
+    if name == "mario-learn":
+        by_run = {one["run"]: one["curves"] for one in found["runs"]}
+        readings = {WALL_CLOCK_CURVE: lambda folder, tag: by_run[folder.name][tag]}
+        return readings | {
+            RUN: runs(*found["runs"]),
+            IN_SUBPROCESS: lambda *_, **__: found["random"],
+        }
+    if name == "mario-real":
+        by_run = {one["run"]: one["curve"] for one in found["runs"]}
+        readings = {WALL_CLOCK_CURVE: lambda folder, tag: by_run[folder.name]}
+        return readings | {
+            RUN: runs(*found["runs"]),
+            IN_SUBPROCESS: lambda *_, **__: found["random"],
+        }
+    seeds = {"time-to-score": 3, "time-to-hearts": 1, "time-to-distance": 1}[name]
+    return curves(found, [who for who in found["curves"] if who.startswith("ours")], seeds)
+
+
+def again(name: str, monkeypatch) -> str:
+    """The section of a table, made of its file of results."""
+    found = results(name)
+    for function, stand_in in recorded(name, found).items():
+        monkeypatch.setattr(f"benchmarks.{function}", stand_in)
+    monkeypatch.setattr("benchmarks.games.missing_rom", lambda: "")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(ppo_metta, "CORES", 2)
+    numbers = dict(re.findall(r"--(repeats|seconds) (\d+)", found["command"]))
+    options = Options(name, "cpu", **{flag: int(number) for flag, number in numbers.items()})
+    text, _ = report.TABLES[name].measure(options, CPU)
+    return report.section(found, text)
+
+
+NEEDS = {"metta-subproc": "mettagrid", "metta-learn-real": "mettagrid", "metta-hearts": "mettagrid"}
+
+
+@pytest.mark.parametrize("name", SUITES["all"])
+def test_every_table_is_what_its_results_say(name: str, monkeypatch) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    section = re.search(rf"<!-- {name} cpu -->\n(.*?)\n<!-- end -->", page_of(name), re.DOTALL)[1]
+    assert section == again(name, monkeypatch)
+
+
+def test_the_commands_of_the_benchmark_are_understood() -> None:
+    pages = benchmark.__doc__ + "".join(path.read_text() for path in PAGES)
+    commands = re.findall(r"python benchmark\.py([^#`\n]*)", pages)
+    assert len(commands) > 30
+    for flags in commands:
+        if "--help" in flags:
+            continue
+        tyro.cli(Options, args=flags.split())
+
+
+def test_the_profile_of_the_readme_runs(monkeypatch, capsys) -> None:
+    code = re.search(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)[1]
+    asked = []
+    monkeypatch.setattr(
+        dqn_snake, "main", lambda args: asked.append(dqn_snake.fill_defaults(args, CPU)) or torch.ones(9).sum()
+    )
+    exec(code, {})
+    assert asked and "aten::sum" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_link_leads_to_a_file(path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), target
+
+
+def test_a_gpu_is_said_not_to_be_measured_once_a_page() -> None:
+    for path in PAGES:
+        assert path.read_text().count("GPU: not measured") <= 1
+
+
+def test_why_it_is_fast_has_its_figures_from_its_pages() -> None:
+    """Ten lines a script at most, and every number of a line stands on the page that it names."""
+    text = (PROJECT / "benchmarks" / "pages" / "why-it-is-fast.md").read_text()
+    for section in text.split("\n## ")[1:]:
+        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+        assert 0 < len(rows) <= 10
+        for _, measured, link, *_ in rows:
+            page = (PROJECT / "benchmarks" / "pages" / re.search(r"\]\((.*)\)", link)[1]).read_text()
+            for figure in re.findall(r"\d[\d,.]*", measured.replace("bf16", "").replace("fp32", "")):
+                figure = figure.rstrip(",.")
+                assert re.search(rf"(?<![\d,.]){re.escape(figure)}(?![\d]|,\d)", page), (figure, measured)
+
+
+if __name__ == "__main__":
+    for table in SUITES["all"]:
+        with pytest.MonkeyPatch.context() as patch:
+            section_again = again(table, patch)
+        report.write_section(table, CPU, section_again)

@@ -1,0 +1,143 @@
+"""Stable-Baselines3's agents: they have what ours have, and they learn."""
+
+import time
+from itertools import pairwise
+
+import gymnasium
+import pytest
+import torch
+from benchmark_helpers import CPU
+
+import dqn_mario_async
+import ppo_metta
+from benchmarks import metta_parts, sb3_peers
+from envs.snake import SnakeEnv
+
+
+def test_who_learns_is_tested_after_a_while_and_after_a_twentieth_of_its_time(monkeypatch) -> None:
+    now = [0.0]
+
+    class Model:
+        def learn(self, steps, callback):
+            while callback():
+                now[0] += 0.25
+
+    def test(model) -> float:
+        now[0] += 100.0  # stops the clock
+        return now[0] > 10_000
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    seconds = [at for at, _ in sb3_peers.learning_curve(Model, test, 60, 1, 1)]
+    assert seconds[:21] == [*range(21)] and 55 < seconds[-1] <= 60
+    assert all(0 <= after - before - max(1, after / 20) < 0.3 for before, after in pairwise(seconds))
+
+
+def test_sb3_sees_and_moves_as_ours_does() -> None:
+    env = sb3_peers.RelativeActions(SnakeEnv())
+    env.reset(seed=1)
+    for action, heading in ((0, 0), (1, 0), (2, 1), (2, 2), (0, 1)):  # left of right is up, ahead, right again ...
+        env.step(action)
+        assert env.unwrapped.heading == heading
+    flat = sb3_peers.SnakeView(env.observation_space, 0, "cpu")
+    obs = torch.as_tensor(env.unwrapped.codes())[None]
+    _, seen, food = flat.view.features(obs)
+    features = flat(obs.float())
+    assert features.shape == (1, flat.features_dim) and features[0, seen[0].numel() :].argmax() == food
+    assert torch.equal(features[0, : seen[0].numel()], seen[0].flatten())
+    assert sb3_peers.SnakeView(env.observation_space, 32, "cpu")(obs.float()).shape == (1, 32)
+
+
+@pytest.mark.parametrize("name", sb3_peers.SNAKE_AGENTS)
+def test_every_agent_of_sb3_learns_and_is_evaluated(name: str) -> None:
+    found = sb3_peers.sb3_curve(name, 0.3, 0.1, 30, device="cpu", threads=1, seed=1, explored=100)
+    assert found[0] == [0.0, 0.0] and len(found) > 1
+    assert 0.1 <= found[1][0] < 10 and 0 <= found[1][1] < 30
+
+
+@pytest.mark.parametrize("name", sb3_peers.MARIO_AGENTS)
+def test_every_agent_of_sb3_learns_mario_and_is_evaluated(name: str) -> None:
+    found = sb3_peers.sb3_mario_curve(name, 0.3, 0.1, 1000, device="cpu", threads=1, seed=1, explored=100)
+    assert found[0] == [0.0, 0.0] and len(found) > 1 and 0 < found[1][1] < 1100
+    assert sb3_peers.sb3_mario_rate(0.2, name=name, threads=1, device="cpu")["env_steps_per_second"] > 10
+
+
+def test_sb3_s_mario_network_is_ours_without_its_head() -> None:
+    torch.manual_seed(1)
+    args = dqn_mario_async.Args(dueling=False)
+    ours, space = dqn_mario_async.QNetwork(args, CPU), gymnasium.spaces.Box(0, 255, (4, 84, 84), "uint8")
+    theirs = sb3_peers.MarioView(space)
+    theirs.trunk.load_state_dict({k: v for k, v in ours.state_dict().items() if "head" not in k})
+    obs = torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
+    seen = obs.float()
+    assert torch.equal(ours.head(theirs(seen)), ours(obs)) and torch.equal(seen, obs.float())
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_sb3_s_ppo_learns_in_the_arena_and_is_evaluated(tuned: bool, monkeypatch) -> None:
+    args = metta_parts.metta_args
+    monkeypatch.setattr(metta_parts, "metta_args", lambda flags, device: args(f"--num-envs 2 {flags}", device))
+    evaluate = ppo_metta.evaluate
+    monkeypatch.setattr(ppo_metta, "evaluate", lambda agent, args, episodes, device: evaluate(agent, args, 6, device))
+    found = sb3_peers.sb3_arena_curve(tuned, seconds=0.5, every=0.2, goal=1, seed=1, threads=1, device="cpu")
+    assert found[0] == [0.0, 0.0] and len(found) > 1 and 0.2 <= found[1][0] < 10 and 0 <= found[1][1] < 1
+
+
+def test_the_arenas_of_sb3_are_those_of_the_trainer() -> None:
+    args = metta_parts.metta_args("--num-envs 3", "cpu")
+    book, batch = (sb3_peers.sb3_arena_envs(args, rule_book, CPU) for rule_book in (True, False))
+    assert (book.reset() == batch.reset()).all() and book.num_envs == batch.num_envs == 18
+    torch.manual_seed(0)
+    cut = set()
+    for _ in range(1000):
+        actions = torch.randint(25, (18,)).numpy()
+        found, expected = (games.step(actions) for games in (book, batch))
+        for mine, theirs in zip(found[:3], expected[:3]):
+            assert (mine == theirs).all() and mine.dtype == theirs.dtype
+        ends = [lane for lane, info in enumerate(found[3]) if info]
+        assert ends == found[2].nonzero()[0].tolist() == [lane for lane, info in enumerate(expected[3]) if info]
+        for lane in ends:
+            ours, other = (infos[lane]["terminal_observation"] for infos in (found[3], expected[3]))
+            assert (ours == other).all() and found[3][lane]["TimeLimit.truncated"]
+        cut |= set(ends)
+    assert cut == set(range(18))
+
+
+@pytest.mark.parametrize("rule_book", [False, True])
+def test_sb3_s_ppo_learns_in_the_arena(rule_book) -> None:
+    found = sb3_peers.sb3_arena_rate("--rnn none --num-envs 2 --hidden-size 16", rule_book, 1, 0.1, "cpu")
+    parts = found["games"] + found["rollouts"] + found["learning"]
+    assert parts == pytest.approx(1e6 / found["env_steps_per_second"]) and min(found.values()) > 0
+
+
+def test_sb3_in_the_arena_has_our_loss_of_our_network() -> None:
+    flags = "--rnn none --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 1 --hidden-size 16"
+    args = metta_parts.metta_args(flags, "cpu")
+    games = sb3_peers.sb3_arena_envs(args, False, CPU)
+    model = sb3_peers.sb3_arena_agent(flags, games, 1, "cpu")
+    ours, theirs = metta_parts.metta_network(args, ppo_metta.make_games(args, 1, CPU, 1), CPU), model.policy
+    start = [float(head.weight.detach().norm()) for head in (ours.heads, theirs.action_net, theirs.value_net)]
+    assert start[0] == pytest.approx((start[1] ** 2 + start[2] ** 2) ** 0.5)
+    start = [float(of.hidden.weight.detach().std()) for of in (ours.encoder, theirs.features_extractor.encoder)]
+    assert start[0] == pytest.approx(start[1], rel=0.2)
+    ours.encoder.load_state_dict(theirs.features_extractor.encoder.state_dict())
+    with torch.no_grad():
+        ours.heads.weight.copy_(torch.cat([theirs.action_net.weight, theirs.value_net.weight]))
+
+    model.learn(96)  # one update, whose gradients stay
+    b = model.rollout_buffer
+    obs, action, logprob, advantage, value, returns = (
+        torch.as_tensor(part).flatten(1).squeeze(1) if part.ndim < 3 else torch.as_tensor(part)
+        for part in (b.observations, b.actions, b.log_probs, b.advantages, b.values, b.returns)
+    )
+    logits, new_value, _ = ours(obs[None].byte(), torch.zeros(96, 0), torch.zeros(1, 96, dtype=torch.bool))
+    logp = logits[0].log_softmax(1)
+    new_logprob, entropy = logp.gather(1, action.long()[:, None]).squeeze(1), -(logp.exp() * logp).sum(1)
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    coefs = args.clip_coef, args.vf_clip_coef, args.ent_coef, args.vf_coef
+    ppo_metta.ppo_loss(new_logprob, logprob, advantage, entropy, new_value[0], value, returns, *coefs)[0].backward()
+    torch.nn.utils.clip_grad_norm_(ours.parameters(), args.max_grad_norm)
+    grad = torch.cat([theirs.action_net.weight.grad, theirs.value_net.weight.grad])
+    torch.testing.assert_close(ours.heads.weight.grad, grad, rtol=1e-3, atol=1e-5)
+    grad = theirs.features_extractor.encoder.table.grad
+    torch.testing.assert_close(ours.encoder.table.grad, grad, rtol=1e-3, atol=1e-5)
+    assert ours.encoder.table.grad.abs().max() > 1e-3
