@@ -27,27 +27,33 @@ class MapMaker:
         rows, columns = rules.shape
         self.num_cells = rows * columns
         side = torch.arange(rules.size, device=device)
+        instance_cells = (side[:, None] * columns + side).ravel()
         corners = torch.tensor([row * columns + column for row, column in rules.corners], device=device)
-        self.cells = corners[:, None] + (side[:, None] * columns + side).ravel()  # (R, S) on the whole map
-
+        self.cells = corners[:, None] + instance_cells  # (R, S) on the whole map
+        is_odd = (side % 2 == 1) & (side < rules.size - 1)
+        self.pillar_cells = is_odd[:, None] & is_odd  # (size, size)
         # Numbers of the draws, as `MettaArena` counts them.
         self.instance = torch.arange(rules.instances, device=device)[:, None]
-        self.cell_number = torch.arange(rules.instances * rules.size**2, device=device).view(rules.instances, -1)
+        self.cell_number = torch.arange(self.cells.numel(), device=device).view(rules.instances, -1)
+        self._make_pieces(device)
 
-        # The pieces, in the order in which they take the cells: agents, then the objects kind by kind.
-        spans = [(rules.agents, rules.agents), *(rules.span(name) for name in rules.objects)]
-        self.lowest = torch.tensor([low for low, _ in spans], device=device)  # (kinds,)
-        self.highest = torch.tensor([high for _, high in spans], device=device)
-        kind = torch.arange(len(spans), device=device)
-        self.count_number = DRAW_COUNT - 1 + 32 * self.instance + kind  # kind 0 are the agents, always as many
-        piece_kind = [kind for kind, (_, high) in enumerate(spans) for _ in range(high)]
-        piece_rank = [rank for _, high in spans for rank in range(high)]  # the how many-th of its kind
+    def _make_pieces(self, device: torch.device) -> None:
+        """The pieces in the order in which they take the cells: agents, then the objects kind by kind."""
+        rules = self.rules
+        spans = [(rules.agents, rules.agents)]
+        spans += [rules.span(name) for name in rules.objects]
+        piece_kind = []
+        piece_rank = []  # among those of its kind
+        for kind, (_, highest) in enumerate(spans):
+            piece_kind += [kind] * highest
+            piece_rank += range(highest)
         self.piece_kind = torch.tensor(piece_kind, device=device)
         self.piece_rank = torch.tensor(piece_rank, device=device)
         self.piece_code = torch.tensor(self._codes(), dtype=torch.uint8, device=device)  # (R, P)
-
-        is_odd = (side % 2 == 1) & (side < rules.size - 1)
-        self.pillar_cells = is_odd[:, None] & is_odd  # (size, size)
+        self.lowest = torch.tensor([lowest for lowest, _ in spans], device=device)  # (kinds,)
+        self.highest = torch.tensor([highest for _, highest in spans], device=device)
+        kind = torch.arange(len(spans), device=device)
+        self.count_number = DRAW_COUNT - 1 + 32 * self.instance + kind  # kind 0 are the agents, always as many
 
     def _codes(self) -> list[list[int]]:
         """What stands for each piece on the map; converters and agents count through all instances."""
