@@ -19,7 +19,8 @@ REAL_METTAGRID = "--env-id mettagrid --vec-env subproc"
 
 
 def metta_args(flags: str, device: str) -> ppo_metta.Args:
-    return ppo_metta.fill_defaults(ppo_metta.parse_args(shlex.split(flags)), torch.device(device))
+    args = ppo_metta.parse_args(shlex.split(flags))
+    return ppo_metta.fill_defaults(args, torch.device(device))
 
 
 def metta_envs(args: ppo_metta.Args, num_envs: int, device: torch.device, seed: int, **settings: Any) -> Any:
@@ -34,7 +35,8 @@ def metta_network(args: ppo_metta.Args, envs: Any, device: torch.device) -> ppo_
 
 def rollout_sizes(args: ppo_metta.Args, num_agents: int) -> tuple[int, int]:
     """Steps of a rollout, and agent steps of a minibatch, of a run with so many agents."""
-    return args.num_steps, args.num_steps * num_agents // args.num_minibatches
+    batch_size = args.num_steps * num_agents
+    return args.num_steps, batch_size // args.num_minibatches
 
 
 def uses_workers(args: ppo_metta.Args) -> bool:
@@ -52,8 +54,10 @@ def metta_agent(args: ppo_metta.Args, device: torch.device) -> tuple[ppo_metta.A
     groups = args.async_factor if uses_workers(args) else 1
     envs = metta_envs(args, args.num_envs // groups, env_device(args, device), 1)
     for _ in range(20):
-        envs.step(torch.randint(envs.num_actions, (len(envs.obs),), device=envs.obs.device))
-    return metta_network(args, envs, device), envs.obs.to(device)
+        action = torch.randint(envs.num_actions, (len(envs.obs),), device=envs.obs.device)
+        envs.step(action)
+    agent = metta_network(args, envs, device)
+    return agent, envs.obs.to(device)
 
 
 def metta_env_rate(flags: str, seconds: float, device: str) -> float:
@@ -68,7 +72,9 @@ def metta_env_rate(flags: str, seconds: float, device: str) -> float:
         torch.set_num_threads(1)
     where = env_device(args, torch.device(device))
     all_envs = [metta_envs(args, num_envs, where, seed) for seed in range(groups)]
-    actions = torch.randint(all_envs[0].num_actions, (16, len(all_envs[0].obs)), device=where)
+    num_actions = all_envs[0].num_actions
+    num_agents = len(all_envs[0].obs)
+    actions = torch.randint(num_actions, (16, num_agents), device=where)
 
     def work() -> None:
         for action in actions:
@@ -81,14 +87,19 @@ def metta_env_rate(flags: str, seconds: float, device: str) -> float:
 def metta_mflops(variants: list[str], device: str) -> list[float]:
     """Millions of floating point operations of one agent's decision: matmuls, convolutions and sums over bags."""
 
-    def bag(table: torch.Size, row: torch.Size, *_, **__) -> int:
-        return 2 * math.prod(row) * table[1]
+    def bag(table, rows, *_, **__) -> int:  # these get the shapes of the operation's arguments
+        width = table[1]
+        return 2 * math.prod(rows) * width
 
-    def lstm(x: torch.Size, input_weight: torch.Size, hidden_weight: torch.Size, *_, **__) -> int:
-        return 2 * math.prod(x[:2]) * (math.prod(input_weight) + math.prod(hidden_weight))
+    def lstm(x, input_weight, hidden_weight, *_, **__) -> int:
+        steps = math.prod(x[:2])
+        weights = math.prod(input_weight) + math.prod(hidden_weight)
+        return 2 * steps * weights
 
-    def cudnn_rnn(x: torch.Size, weights: list[torch.Size], *_, **__) -> int:
-        return 2 * math.prod(x[:2]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
+    def cudnn_rnn(x, shapes, *_, **__) -> int:
+        steps = math.prod(x[:2])
+        weights = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+        return 2 * steps * weights
 
     aten = torch.ops.aten
     uncounted = {  # by PyTorch itself
@@ -99,13 +110,17 @@ def metta_mflops(variants: list[str], device: str) -> list[float]:
     }
     mflops = []
     for flags in variants:
-        agent, obs = metta_agent(metta_args(flags, device), torch.device(device))
-        state = torch.zeros(len(obs), agent.state_size, device=device)
+        args = metta_args(flags, device)
+        agent, obs = metta_agent(args, torch.device(device))
+        num_agents = len(obs)
+        state = torch.zeros(num_agents, agent.state_size, device=device)
+        reset = torch.zeros(1, num_agents, dtype=torch.bool, device=device)
         counter = FlopCounterMode(display=False, custom_mapping=uncounted)
         agent.requires_grad_(False)  # under no_grad the counter trips over views of weights
         with counter:
-            agent(obs[None], state, torch.zeros(1, len(obs), dtype=torch.bool, device=device))
-        mflops.append(counter.get_total_flops() / len(obs) / 1e6)
+            agent(obs[None], state, reset)
+        flops = counter.get_total_flops()
+        mflops.append(flops / num_agents / 1e6)
     return mflops
 
 
@@ -117,7 +132,8 @@ def latency_percentiles(work: Callable[[], Any], seconds: float, device: str) ->
         work()
         if device == "cuda":
             torch.cuda.synchronize()
-        latencies.append(time.perf_counter() - start)
+        end = time.perf_counter()
+        latencies.append(end - start)
     milliseconds = 1000 * np.array(latencies[10:])
     p95, p99 = np.percentile(milliseconds, (95, 99))
     return [float(milliseconds.mean()), float(p95), float(p99)]
@@ -132,14 +148,16 @@ def metta_latency(flags: str, seconds: float, device: str) -> dict[str, Any]:
     generator = torch.Generator(where).manual_seed(1)
 
     @torch.no_grad()
-    def policy(obs: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(where.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
-            return agent(obs[None], state, reset[None])[0][0]
+    def policy(obs, state, reset) -> torch.Tensor:
+        use_autocast = dtype != torch.float32
+        with torch.autocast(where.type, dtype, enabled=use_autocast, cache_enabled=False):
+            logits, *_ = agent(obs[None], state, reset[None])
+            return logits[0]
 
     found = {"agents": len(obs)}
     for name, batch in (("one", 1), ("all", len(obs))):
         state = torch.zeros(batch, agent.state_size, device=where)
-        reset = torch.zeros(batch, device=where).bool()
+        reset = torch.zeros(batch, dtype=torch.bool, device=where)
         example = obs[:batch].clone(), state, reset
         policy_step = policy
         if args.compile:
@@ -147,10 +165,12 @@ def metta_latency(flags: str, seconds: float, device: str) -> dict[str, Any]:
             policy_step = ppo_metta.try_compile(policy, args.compile_mode, *example)
 
         def act() -> None:
-            ppo_metta.sample(policy_step(*example), generator)
+            logits = policy_step(*example)
+            ppo_metta.sample(logits, generator)
 
         if args.cudagraph and device == "cuda":
-            act = ppo_metta.CUDAGraphStep(act, generator, ppo_metta.PhaseTimer(where))
+            timer = ppo_metta.PhaseTimer(where)
+            act = ppo_metta.CUDAGraphStep(act, generator, timer)
         found[name] = latency_percentiles(act, seconds, device)
     return found
 
@@ -165,20 +185,30 @@ class RuleBooks:
     """Arenas of the rule book, one after another, called as the games of a run are."""
 
     def __init__(self, args: ppo_metta.Args) -> None:
-        self.arenas = [MettaArena(lane=lane, **ppo_metta.rules_of(args)) for lane in range(args.num_envs)]
+        rules = ppo_metta.rules_of(args)
+        self.arenas = [MettaArena(lane=lane, **rules) for lane in range(args.num_envs)]
         self.num_actions = 25
-        self.obs = self.stack([arena.reset(seed=1)[0] for arena in self.arenas])
+        observations = [arena.reset(seed=1)[0] for arena in self.arenas]
+        self.obs = self.stack(observations)
 
     def stack(self, parts: list[dict]) -> torch.Tensor:
         """One tensor of what all agents of all arenas have."""
-        return torch.as_tensor(np.stack([value for part in parts for value in part.values()]))
+        values = []
+        for part in parts:
+            values += part.values()
+        return torch.as_tensor(np.stack(values))
 
     def step(self, action: torch.Tensor):
         actions = action.view(len(self.arenas), -1).tolist()
         results = []
         next_obs = []
         for arena, arena_actions in zip(self.arenas, actions):
-            results.append(arena.step(dict(zip(arena.agents, arena_actions))))
-            next_obs.append(results[-1][0] if arena.agents else arena.reset()[0])
-        final_obs, reward, terminated, truncated = [self.stack(part) for part in list(zip(*results))[:4]]
-        return self.stack(next_obs), reward.float(), terminated, truncated, {"final_obs": final_obs}
+            by_agent = dict(zip(arena.agents, arena_actions))
+            obs, reward, terminated, truncated, _ = arena.step(by_agent)
+            results.append((obs, reward, terminated, truncated))
+            if not arena.agents:  # the episode is over
+                obs, _ = arena.reset()
+            next_obs.append(obs)
+        final_obs, reward, terminated, truncated = map(self.stack, zip(*results))
+        info = {"final_obs": final_obs}
+        return self.stack(next_obs), reward.float(), terminated, truncated, info

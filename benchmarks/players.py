@@ -23,11 +23,13 @@ def metta_errands(arena: MettaArena, body: Thing) -> dict[Thing, int]:
         recipe = arena.rules.book[converter.name]
         if not set(recipe.outputs) & {"heart", "battery_red", "ore_red"}:
             continue
+        carried = body.inventory
+        stock = converter.inventory
         outputs = [ITEMS.index(item) for item in recipe.outputs]
         inputs = {ITEMS.index(item): number for item, number in recipe.inputs.items()}
-        has_output = any(converter.inventory[k] and body.inventory[k] < CARRY[k] for k in outputs)
-        carries_inputs = all(body.inventory[k] >= number for k, number in inputs.items())
-        has_space = all(converter.inventory[k] < 2 * number for k, number in inputs.items())
+        has_output = any(stock[k] and carried[k] < CARRY[k] for k in outputs)
+        carries_inputs = all(carried[k] >= number for k, number in inputs.items())
+        has_space = all(stock[k] < 2 * number for k, number in inputs.items())
         if has_output:
             errands[converter] = GET
         elif inputs and carries_inputs and has_space:
@@ -66,7 +68,10 @@ def scripted_hearts(flags: str, agent_episodes: int) -> float:
     for seed in range(episodes):
         arena.reset(seed=seed)
         while arena.agents:
-            arena.step({name: metta_action(arena, body) for name, body in zip(arena.agents, arena.bodies)})
+            actions = {}
+            for name, body in zip(arena.agents, arena.bodies):
+                actions[name] = metta_action(arena, body)
+            arena.step(actions)
         hearts += sum(stats["heart.get"] for stats in arena.stats)
     return hearts / episodes / arena.rules.num_agents
 
@@ -79,7 +84,8 @@ def random_hearts(flags: str, agent_episodes: int) -> float:
     envs = metta_envs(args, -(-agent_episodes // num_agents), cpu, 0, evaluation=True)
     torch.manual_seed(0)
     for _ in range(envs.max_steps):
-        *_, info = envs.step(torch.randint(envs.num_actions, (len(envs.obs),)))
+        action = torch.randint(envs.num_actions, (len(envs.obs),))
+        *_, info = envs.step(action)
     return info["hearts"].float().mean().item()
 
 
@@ -90,17 +96,21 @@ def mario_jumper(game: MarioGame) -> int:
 
     def block(tiles: float, row: int) -> int:
         """What is so many tiles ahead."""
-        return game.level.grid[(front + int(256 * tiles)) >> 8 << 4 | row]
+        column = (front + int(256 * tiles)) >> 8
+        return game.level.grid[column << 4 | row]
 
     walkers = [x - game.x for x in game.visible() if x > game.x]
     if not game.grounded:
-        if game.vy > 0 and game.vx > 8 and any(160 < distance < 900 for distance in walkers):
+        falling_fast = game.vy > 0 and game.vx > 8
+        if falling_fast and any(160 < distance < 900 for distance in walkers):
             return 6
         return 4 if game.held and game.vy < 0 else 3
     gap = any(block(tiles, mario_levels.GROUND) == mario_levels.ABYSS for tiles in (0, 0.5))
     wall = any(block(tiles, feet) >= mario_levels.SOLID for tiles in (0, 1, 2))
-    walker = feet == mario_levels.GROUND - 1 and any(distance < 660 for distance in walkers)
-    return 4 if (gap or wall or walker) and not game.held else 3
+    on_ground = feet == mario_levels.GROUND - 1
+    walker = on_ground and any(distance < 660 for distance in walkers)
+    danger = gap or wall or walker
+    return 4 if danger and not game.held else 3
 
 
 MARIO_PLAYERS = {  # action by game; random ones are among the simple seven
