@@ -76,6 +76,11 @@ class Script:
         self.flags = COMMON | SMALL[name] | {"run_dir": str(folder)}
 
     @property
+    def longer(self) -> int:
+        """Steps with which a run that is over goes on."""
+        return 2 * self.flags["total_timesteps"]
+
+    @property
     def has_replay(self) -> bool:
         return hasattr(self.module.Args, "checkpoint_replay")
 
