@@ -115,6 +115,20 @@ def load(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 
 
+def checkpoint(folder: Path) -> dict[str, Any]:
+    """The checkpoint with dotted names: q_network.head.bias."""
+
+    def flat(prefix: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {prefix: value}
+        leaves = {}
+        for key, part in value.items():
+            leaves |= flat(f"{prefix}.{key}" if prefix else str(key), part)
+        return leaves
+
+    return flat("", load(folder))
+
+
 def network_of(saved: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The weights that learn, in a checkpoint: its first part that is a dict of tensors."""
     for part in saved.values():
