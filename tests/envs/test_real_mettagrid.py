@@ -126,7 +126,7 @@ def endless_config():
 
 @games
 def test_configs_by_import_path(real, monkeypatch) -> None:
-    assert real.RealMettaGrid(2, "tests.test_real_mettagrid:small_config").num_agents == 6
+    assert real.RealMettaGrid(2, "tests.envs.test_real_mettagrid:small_config").num_agents == 6
     monkeypatch.setattr(real, "fixed", small_config(), raising=False)
     assert real.RealMettaGrid(config="envs.real_mettagrid:fixed").num_agents == 3
     with pytest.raises(ValueError, match="num_games 0"):
@@ -135,7 +135,7 @@ def test_configs_by_import_path(real, monkeypatch) -> None:
 
 @games
 def test_a_config_without_a_step_limit_is_known(real) -> None:
-    env = real.RealMettaGrid(config="tests.test_real_mettagrid:endless_config")
+    env = real.RealMettaGrid(config="tests.envs.test_real_mettagrid:endless_config")
     assert env.max_steps is None and not any(truncations.any() for _, _, _, truncations, _ in play(env, 50))
 
 

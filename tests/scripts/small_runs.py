@@ -76,6 +76,11 @@ class Script:
         self.flags = COMMON | SMALL[name] | {"run_dir": str(folder)}
 
     @property
+    def longer(self) -> int:
+        """Steps with which a run that is over goes on."""
+        return 2 * self.flags["total_timesteps"]
+
+    @property
     def has_replay(self) -> bool:
         return hasattr(self.module.Args, "checkpoint_replay")
 
@@ -108,6 +113,20 @@ class Script:
 
 def load(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    """The checkpoint with dotted names: q_network.head.bias."""
+
+    def flat(prefix: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {prefix: value}
+        leaves = {}
+        for key, part in value.items():
+            leaves |= flat(f"{prefix}.{key}" if prefix else str(key), part)
+        return leaves
+
+    return flat("", load(folder))
 
 
 def network_of(saved: dict[str, Any]) -> dict[str, torch.Tensor]:

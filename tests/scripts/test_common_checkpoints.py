@@ -36,7 +36,7 @@ def test_broken_and_hostile_files_are_refused(script, trained, monkeypatch, caps
 @pytest.mark.parametrize("flag", ["resume", "evaluate"])
 def test_a_network_of_another_shape_is_refused(script, trained, capsys, flag) -> None:
     before = files_of(trained)
-    flags = {flag: str(trained), "total_timesteps": 10**6} | OTHER_SHAPE[script.name]
+    flags = {flag: str(trained), "total_timesteps": script.longer} | OTHER_SHAPE[script.name]
     said = refusal(capsys, script.main, **flags)
     assert f"--{flag} {trained}" in said
     assert "must be as they were" in said
@@ -62,7 +62,7 @@ def test_a_run_of_other_games_is_refused(script, trained, capsys, flags) -> None
     before = files_of(trained)
     if script.name == "ppo_metta":
         flags = flags | {"num_minibatches": 1}
-    said = refusal(capsys, script.main, resume=str(trained), total_timesteps=10**6, **flags)
+    said = refusal(capsys, script.main, resume=str(trained), total_timesteps=script.longer, **flags)
     assert "must be as they were" in said
     assert files_of(trained) == before
 
@@ -122,7 +122,7 @@ def test_malformed_checkpoints_are_refused_before_anything_changes(script, train
 def refused_and_unchanged(script, folder: Path, capsys) -> None:
     before = files_of(folder)
     replay = {"checkpoint_replay": True} if script.has_replay else {}
-    said = refusal(capsys, script.main, resume=str(folder), total_timesteps=10**6, **replay)
+    said = refusal(capsys, script.main, resume=str(folder), total_timesteps=script.longer, **replay)
     assert f"--resume {folder}: " in said
     assert files_of(folder) == before
 

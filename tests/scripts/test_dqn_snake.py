@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from small_runs import checkpoint, load, scalars
 
 import dqn_snake
 from dqn_snake import Args, QNetwork, ReplayBuffer, fill_defaults, linear_schedule, main
@@ -39,27 +39,6 @@ def run(tmp_path):
         return main(Args(**flags)), tmp_path / (flags["run_name"] or "")
 
     return start
-
-
-def scalars(folder: Path) -> dict[str, list[float]]:
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def load(folder: Path) -> dict:
-    return torch.load(folder / "checkpoint.pt", weights_only=True)
-
-
-def checkpoint(folder: Path) -> dict:
-    """The checkpoint with dotted names: q_network.head.bias."""
-
-    def flat(prefix: str, value) -> dict:
-        if not isinstance(value, dict):
-            return {prefix: value}
-        return {name: leaf for key in value for name, leaf in flat(f"{prefix}.{key}", value[key]).items()}
-
-    return {name[1:]: leaf for name, leaf in flat("", load(folder)).items()}
 
 
 def boards(n: int, board=(6, 6), steps=30, seed=0) -> torch.Tensor:

@@ -16,17 +16,16 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from small_runs import ROOT, load, scalars
 from stable_baselines3 import DQN, PPO
 from stable_baselines3.common.type_aliases import TrainFrequencyUnit
 from stable_baselines3.common.vec_env import DummyVecEnv
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dqn_snake_sb3_compat as script
 from dqn_snake_sb3_compat import Args, Cosine, QNetwork, Transformer, main, td_target
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-ROOT = Path(__file__).parents[2]
 QUICK = dict(
     device="cpu", env_id="Snake-v0", board="6x6", total_timesteps=600, buffer_size=2000, batch_size=16, threads=1,
     learning_rate=1e-3, learning_starts=50, target_update_interval=100, eval_episodes=3, eval_every=0, log_every=0.1,
@@ -95,15 +94,6 @@ def run(tmp_path):
         return main(Args(**flags), sources), tmp_path / flags["run_name"]
 
     return start
-
-
-def scalars(folder: Path) -> dict[str, list[float]]:
-    events = EventAccumulator(str(folder)).Reload()
-    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def load(folder: Path) -> dict:
-    return torch.load(folder / "checkpoint.pt", weights_only=True)
 
 
 def theirs(flags: dict, learn: bool = True) -> DQN:
