@@ -50,7 +50,7 @@ from envs.smb import SuperMarioBrosBatch, SuperMarioBrosEnv
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 EVAL_LANES = 128  # games evaluated at once
 
 

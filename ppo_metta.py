@@ -49,7 +49,7 @@ from envs.vector_envs import LocalEnvs, SubprocEnvs, WorkerLost
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 GIF_FRAMES = 300
 RANK = int(os.environ.get("RANK", 0))  # these three are set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))

@@ -40,7 +40,7 @@ from envs.ring import SPAWN
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 META = torch.device("meta")  # stands for a GPU: what would wait for one fails there by itself
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 QUICK = dict(
     device="cpu", num_collectors=0, envs_per_collector=6, size=48, channels=4, hidden_size=16, batch_size=8,
     learning_starts=200, total_timesteps=1200, buffer_size=3000, ring_blocks=16, replay_ratio=1.0, eval_episodes=3,

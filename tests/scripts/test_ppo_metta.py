@@ -43,7 +43,7 @@ from ppo_metta import (
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 REAL = pytest.mark.skipif(importlib.util.find_spec("mettagrid") is None, reason="needs mettagrid")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 QUICK = dict(
     device="cpu", num_envs=4, num_steps=16, num_minibatches=4, bptt_horizon=8, total_timesteps=384 * 4,
     hidden_size=16, eval_episodes=6, eval_every=0, log_every=1e-3, video=False, threads=1, num_workers=2,
