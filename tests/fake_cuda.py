@@ -83,7 +83,7 @@ PINNED = {}  # by address of the memory
 
 # ------------------------------------------------------------------------------------------------- where we are
 
-IN_BETWEEN = {"log", "test", "save"}  # functions of a script that may wait: what they do is seen by a user
+IN_BETWEEN = {"log", "evaluate_and_log", "save"}  # functions of a script that may wait: what they do is seen by a user
 
 
 def places() -> list[tuple[str, int, str]]:

@@ -35,7 +35,7 @@ MORE_TAGS = {
     "ppo_metta": "losses/pg_loss losses/v_loss losses/entropy losses/approx_kl losses/clipfrac "
     "losses/explained_variance perf/env_ms perf/store_ms",
     "dqn_mario_async": "charts/distance charts/flags charts/epsilon losses/td_loss losses/q_values perf/env_ms "
-    "perf/store_ms perf/epoch_ms collect/produced collect/stored collect/lost collect/stored_0 collect/wait_fraction "
+    "perf/store_ms collect/produced collect/stored collect/lost collect/wait_fraction "
     "collect/weight_age collect/ring_fill",
 }
 SUMMARY_FLAGS = {
