@@ -717,7 +717,7 @@ def sb3_flags(data: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]
     else:
         words = pickled_words(frequency)
         (flags["train_freq"],) = (word for word in words if type(word) is int)
-        demand("train_freq", words[-1], "step")
+        demand("train_freq", words[-1].lower(), "step")  # some Pythons write the name of the enum's value, STEP
 
     policy = data["policy_kwargs"]
     extractor = policy.get("features_extractor_class", "FlattenExtractor").split(".")[-1].removesuffix("'>")

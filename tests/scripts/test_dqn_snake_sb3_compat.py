@@ -18,7 +18,7 @@ import pytest
 import torch
 from small_runs import ROOT, load, scalars
 from stable_baselines3 import DQN, PPO
-from stable_baselines3.common.type_aliases import TrainFrequencyUnit
+from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 import dqn_snake_sb3_compat as script
@@ -527,6 +527,28 @@ def good_zip(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     main(Args(**QUICK | {"run_dir": str(folder), "export_sb3": str(folder / "good.zip"), "total_timesteps": 80}))
     return folder / "good.zip"
+
+
+class ByName:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle an enum; others write its value."""
+
+    def __init__(self, unit: TrainFrequencyUnit) -> None:
+        self.unit = unit
+
+    def __reduce__(self) -> tuple:
+        return getattr, (TrainFrequencyUnit, self.unit.name)
+
+
+@pytest.mark.parametrize("unit", TrainFrequencyUnit)
+def test_a_train_frequency_of_another_python_is_read(tmp_path, capsys, good_zip, unit) -> None:
+    pickled = base64.b64encode(pickle.dumps(TrainFreq(7, ByName(unit)))).decode()
+    with_data(good_zip, tmp_path / "other.zip", train_freq={":serialized:": pickled})
+    if unit is TrainFrequencyUnit.STEP:
+        assert parse_words(f"--import-sb3 {tmp_path / 'other.zip'}")[0].train_freq == 7
+    else:
+        with pytest.raises(SystemExit):
+            parse_words(f"--import-sb3 {tmp_path / 'other.zip'}")
+        assert "its train_freq is episode; only step works" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [*BROKEN_ZIPS, *BROKEN_DATA])
