@@ -26,34 +26,43 @@ class SnakeBatch:
         self.fixed_shapes = self.device.type != "cpu"  # see `_select`
         self.lanes = torch.arange(num_envs, device=device)
         self.key = lane_key(seed, self.lanes)
-        self._make_tables()
+        self._make_indices()
+        self._make_starts()
         self._make_state()
 
-    def _make_tables(self) -> None:
-        """What never changes: where moves lead, and what new games look like."""
-        rules = self.rules
-        cells = rules.cells
+    def _make_indices(self) -> None:
+        cells = self.rules.cells
         self.base = self.lanes * cells  # first cell of a lane in the flat (N * cells) tensors
         self.free_base = self.lanes * (cells + 1)
-        self.neighbour = self._neighbours().flatten().to(self.device)
-
-        # One new game per possible start, to be copied into a lane.
-        self.start_head = torch.tensor(rules.start_heads, device=self.device)
-        body = self.start_head[:, None] - torch.arange(rules.start_length, device=self.device)
-        codes = torch.zeros(len(body), cells, dtype=torch.uint8, device=self.device)
-        codes.scatter_(1, body, BODY + 1)
-        codes.scatter_(1, self.start_head[:, None], HEAD + 1)
-        is_free = codes == EMPTY
-        # A cell that is not free has slot `cells`: the spare column of `free`, where writes do no harm. That is what
-        # makes a move need no masks there.
-        slot = torch.where(is_free, is_free.cumsum(1) - 1, cells)
-        free_first = torch.argsort((~is_free).byte(), dim=1, stable=True)
-        spare = torch.zeros_like(free_first[:, :1])
-        self.start_codes = codes
-        self.start_slot = slot.short()
-        self.start_free = torch.cat([free_first, spare], 1).short()
+        neighbours = self._neighbours().flatten()
+        self.neighbour = neighbours.to(self.device)
         # Numbers that are written by index: a plain one would be copied to the device first, and a graph cannot.
         self.no_slot = torch.tensor(cells, dtype=torch.int16, device=self.device)
+
+    def _make_starts(self) -> None:
+        """One new game per possible start, to be copied into a lane."""
+        rules = self.rules
+        cells = rules.cells
+        self.start_head = torch.tensor(rules.start_heads, device=self.device)
+        head = self.start_head[:, None]
+        distance_to_head = torch.arange(rules.start_length, device=self.device)
+        body = head - distance_to_head
+        codes = self._zeros(len(body), cells, dtype=torch.uint8)
+        codes.scatter_(1, body, BODY + 1)
+        codes.scatter_(1, head, HEAD + 1)
+
+        is_free = codes == EMPTY
+        is_taken = ~is_free
+        # A cell that is not free has slot `cells`: the spare column of `free`, where writes do no harm. That is what
+        # makes a move need no masks there.
+        free_slot = is_free.cumsum(1) - 1
+        slot = torch.where(is_free, free_slot, cells)
+        free_first = torch.argsort(is_taken.byte(), dim=1, stable=True)
+        spare = torch.zeros_like(free_first[:, :1])
+        free = torch.cat([free_first, spare], 1)
+        self.start_codes = codes
+        self.start_slot = slot.short()
+        self.start_free = free.short()
 
     def _neighbours(self) -> torch.Tensor:
         """Cell that a move leads to, (cell, direction). Into a wall leads back to the cell itself, where the head is in
@@ -97,9 +106,21 @@ class SnakeBatch:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All that the games are, as the tensors themselves, not copies."""
-        names = ["codes", "free", "slot", "num_free", "head", "tail", "heading", "draws", "clock", "length", "score"]
-        names += ["episode_return", "finished"]
-        return {name: getattr(self, name) for name in names}
+        return {
+            "codes": self.codes,
+            "free": self.free,
+            "slot": self.slot,
+            "num_free": self.num_free,
+            "head": self.head,
+            "tail": self.tail,
+            "heading": self.heading,
+            "draws": self.draws,
+            "clock": self.clock,
+            "length": self.length,
+            "score": self.score,
+            "episode_return": self.episode_return,
+            "finished": self.finished,
+        }
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
         """Raises ValueError, before anything is changed, for values that no game has."""
@@ -133,7 +154,6 @@ class SnakeBatch:
         if not (episode_return.isfinite().all() and finished.isfinite().all()):
             return "returns must be finite"
 
-        is_free = codes == EMPTY
         snake_length = (codes >= BODY).sum(1)
         head_code = codes.gather(1, head[:, None]).squeeze(1)
         num_heads = (codes >= HEAD).sum(1)
@@ -147,12 +167,15 @@ class SnakeBatch:
         problem = self._body_problem(codes, head, tail, heading, snake_length)
         if problem:
             return problem
+
+        is_free = codes == EMPTY
         slot = slot.long()
         slot_fits = torch.where(is_free, slot < num_free[:, None], slot == cells)
         if (is_free.sum(1) != num_free).any() or not slot_fits.all():
             return "num_free or slots are not those of the free cells"
         cell_in_slot = free.long().gather(1, slot)
-        if (cell_in_slot != torch.arange(cells))[is_free].any():
+        slot_differs = cell_in_slot != torch.arange(cells)
+        if (slot_differs & is_free).any():
             return "free cells that are not free"
         return None
 
@@ -176,7 +199,8 @@ class SnakeBatch:
 
     def reset(self) -> torch.Tensor:
         """Start a new game in every lane."""
-        self._start(self.lanes, torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
+        every_lane = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        self._start(self.lanes, every_lane)
         return self.codes.view(-1, *self.rules.board)
 
     def step(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict]:
@@ -232,6 +256,7 @@ class SnakeBatch:
     def _move(self, cell: torch.Tensor, heading: torch.Tensor, tail_leaves: torch.Tensor) -> None:
         """The body grows behind the head, the tail leaves, the head arrives: in this order, as they may be one cell."""
         codes = self.codes.view(-1)
+        free = self.free.view(-1)
         slot = self.slot.view(-1)
         head_index = self.base + self.head
         tail_index = self.base + self.tail
@@ -242,11 +267,12 @@ class SnakeBatch:
         codes[cell_index] = (heading + HEAD).byte()
         # The tail's cell takes the place of the head's in the list of free cells.
         freed_slot = slot[cell_index]
-        self.free.view(-1)[self.free_base + freed_slot] = self.tail.short()
+        free[self.free_base + freed_slot] = self.tail.short()
         slot[tail_index] = freed_slot
         slot[cell_index] = self.no_slot
         next_tail = self.neighbour[self.tail * 4 + tail_code.long() - BODY]
-        self.tail.copy_(torch.where(tail_leaves, next_tail, self.tail))
+        tail = torch.where(tail_leaves, next_tail, self.tail)
+        self.tail.copy_(tail)
         self.head.copy_(cell)
         self.heading.copy_(heading)
 
@@ -259,7 +285,8 @@ class SnakeBatch:
 
     def _draw(self, lanes: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         self.draws[lanes] += mask
-        return integer_hash(self.key[lanes] + self.draws[lanes])
+        number = self.key[lanes] + self.draws[lanes]
+        return integer_hash(number)
 
     def _place_food(self, lanes: torch.Tensor, mask: torch.Tensor) -> None:
         """Food takes a free cell out of the list; the last of the list fills the gap."""
@@ -270,7 +297,8 @@ class SnakeBatch:
         free_base = self.free_base[lanes]
         num_free = self.num_free[lanes]
         head = self.head[lanes]
-        pick = self._draw(lanes, mask) % num_free.clamp(min=1)
+        draw = self._draw(lanes, mask)
+        pick = draw % num_free.clamp(min=1)
         last_slot = (num_free - 1).clamp(min=0)
         # Where the mask is off, the head stands in for both cells: it is not free, and what is written there is so too.
         cell = torch.where(mask, free[free_base + pick], head)
@@ -284,7 +312,8 @@ class SnakeBatch:
 
     def _start(self, lanes: torch.Tensor, mask: torch.Tensor) -> None:
         """Copy a new game into the lanes that count, and its first food."""
-        start = self._draw(lanes, mask) % len(self.start_head)
+        draw = self._draw(lanes, mask)
+        start = draw % len(self.start_head)
         head = self.start_head[start]
         tail = head - self.rules.start_length + 1
         num_free = self.rules.cells - self.rules.start_length
@@ -292,9 +321,10 @@ class SnakeBatch:
         def write(state: torch.Tensor, value: torch.Tensor | float, mask: torch.Tensor = mask) -> None:
             state[lanes] = torch.where(mask, value, state[lanes])
 
-        write(self.codes, self.start_codes[start], mask[:, None])
-        write(self.free, self.start_free[start], mask[:, None])
-        write(self.slot, self.start_slot[start], mask[:, None])
+        row_mask = mask[:, None]
+        write(self.codes, self.start_codes[start], row_mask)
+        write(self.free, self.start_free[start], row_mask)
+        write(self.slot, self.start_slot[start], row_mask)
         write(self.num_free, num_free)
         write(self.head, head)
         write(self.tail, tail)
