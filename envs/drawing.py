@@ -23,7 +23,11 @@ class Canvas:
         self.draw = ImageDraw.Draw(self.image)
 
     def disc(self, x: float, y: float, radius: float, color: Any, outline: Any = None) -> None:
-        self.draw.ellipse((x - radius, y - radius, x + radius, y + radius), color, outline)
+        left = x - radius
+        right = x + radius
+        top = y - radius
+        bottom = y + radius
+        self.draw.ellipse((left, top, right, bottom), color, outline)
 
     def text(self, x: float, y: float, text: str, size: float, color: str, anchor: str = "lm") -> None:
         """Text with its left edge at (x, y); anchor "mm" centres it there."""
@@ -33,5 +37,7 @@ class Canvas:
         """(height / 2, width / 2, 3) uint8."""
         from PIL.Image import Resampling
 
-        size = (self.image.width // 2, self.image.height // 2)
-        return np.asarray(self.image.resize(size, Resampling.BOX))
+        width = self.image.width // 2
+        height = self.image.height // 2
+        halved = self.image.resize((width, height), Resampling.BOX)
+        return np.asarray(halved)

@@ -73,15 +73,17 @@ class MarioBatch:
     def start(self, lane: int) -> None:
         """Start a new game in one lane."""
         game = self.games[lane]
+        stack = self.obs[lane]
         game.start(self.streams[lane])
         self.episodes[lane] = Episode(game.where(), self.max_steps)
-        game.picture(self.obs[lane, 0])
-        self.obs[lane, 1:] = self.obs[lane, 0]
+        game.picture(stack[0])
+        stack[1:] = stack[0]
 
     def step(self, action: np.ndarray):
         terminated, truncated = self.play(action)
         self.obs[:] = self.final_obs
-        for lane in (terminated | truncated).nonzero()[0]:
+        done = terminated | truncated
+        for lane in done.nonzero()[0]:
             self.start(lane)
         info = {name: values.copy() for name, values in self.statistics.items()}
         info["final_obs"] = self.final_obs
@@ -110,7 +112,8 @@ class MarioBatch:
             length[lane] = episode.length
             episode_return[lane] = episode.total
             if terminated or truncated:
-                self.finished += [1, *(values[lane] for values in self.statistics.values())]
+                final = [values[lane] for values in self.statistics.values()]
+                self.finished += [1, *final]
         return self.terminated, self.truncated
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +125,11 @@ class MarioBatch:
             lane["stream"] = [stream.key, stream.draws]
             lane["episode"] = {name: getattr(episode, name) for name in Episode.__slots__}
             lanes.append(lane)
-        return {"lanes": lanes, "obs": torch.from_numpy(self.obs), "finished": torch.from_numpy(self.finished)}
+        state = {}
+        state["lanes"] = lanes
+        state["obs"] = torch.from_numpy(self.obs)
+        state["finished"] = torch.from_numpy(self.finished)
+        return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.obs[:] = saved["obs"].numpy()
@@ -148,7 +155,8 @@ class MarioEnv(gym.Env):
         self.lane = lane
         self.batch = self.batch_class(1, first_lane=lane, **settings)
         self.has_stream = False
-        self.observation_space = gym.spaces.Box(0, 255, self.batch.obs.shape[1:], np.uint8)
+        shape = self.batch.obs.shape[1:]
+        self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.action_space = gym.spaces.Discrete(self.batch.num_actions)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
@@ -158,17 +166,21 @@ class MarioEnv(gym.Env):
         if seed is not None:
             self.batch.streams = [Stream(seed, self.lane)]
             self.has_stream = True
-        obs = self.batch.reset()[0].copy()
-        return obs, {"distance": 0, "flag": False, "score": 0, "length": 0, "return": 0.0}
+        obs = self.batch.reset()[0]
+        info = {"distance": 0, "flag": False, "score": 0, "length": 0, "return": 0.0}
+        return obs.copy(), info
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         batch = self.batch
         if not self.action_space.contains(action):
             raise ValueError(f"action {action}: must be a whole number from 0 to {batch.num_actions - 1}")
-        (terminated,), (truncated,) = batch.play(np.array([action]))
+        actions = np.array([action])
+        terminated, truncated = batch.play(actions)
         batch.obs[:] = batch.final_obs
+        obs = batch.obs[0].copy()
+        reward = batch.reward[0].item()
         info = {name: values[0].item() for name, values in batch.statistics.items()}
-        return batch.obs[0].copy(), float(batch.reward[0]), bool(terminated), bool(truncated), info
+        return obs, reward, terminated[0].item(), truncated[0].item(), info
 
     def render(self) -> np.ndarray | str | None:
         if self.render_mode == "ansi":
