@@ -48,7 +48,8 @@ def tick(games: "MettaBatch") -> None:
     code = games.row_code[rows]
     has_product = mask & (games.timer[rows] == cooldown[code])
     product = games.tables.outputs[code] * has_product[:, None]
-    start_converting(games, rows, games.inventory[rows] + product, mask)
+    inventory = games.inventory[rows] + product
+    start_converting(games, rows, inventory, mask)
     games.mark_dirty(rows, mask)
 
 
@@ -60,7 +61,8 @@ def start_converting(
     code = games.row_code[rows]
     inputs = tables.inputs[code]
     is_output = tables.outputs[code] > 0
-    has_space = (inventory * is_output).sum(1) < tables.max_output[code]
+    stock = (inventory * is_output).sum(1)
+    has_space = stock < tables.max_output[code]
     has_inputs = (inventory >= inputs).all(1)
     is_idle = games.timer[rows] == 0
     starts = mask & has_space & has_inputs & is_idle
@@ -93,9 +95,11 @@ def attack(games: "MettaBatch", action: torch.Tensor, priority: torch.Tensor) ->
     has_laser = games.inventory[games.agent_row, LASER] > 0
     is_awake = games.timer[games.agent_row] == 0
     can_shoot = attacks & (action > 0) & has_laser & is_awake
-    lanes, mask = games.select(games.by_game(can_shoot).any(1))
+    has_shooter = games.by_game(can_shoot).any(1)
+    lanes, mask = games.select(has_shooter)
     has_turn = torch.zeros_like(attacks)
-    games.by_game(has_turn)[lanes] = games.by_game(attacks)[lanes] & mask[:, None]
+    lane_attacks = games.by_game(attacks)[lanes]
+    games.by_game(has_turn)[lanes] = lane_attacks & mask[:, None]
 
     success = torch.zeros_like(attacks)
     attacks_in_order = []
@@ -114,11 +118,13 @@ def _attack_order(
     """One agent of each game (B,) at a time. Those without a turn come last; a CPU stops when only they are left."""
     num_turns = games.rules.num_agents
     if not games.fixed_shapes:
-        num_turns = int(games.by_game(has_turn).sum(1).max())
+        turns = games.by_game(has_turn).sum(1)
+        num_turns = int(turns.max())
     sort_key = priority + (~has_turn).long() * 2**32
-    order = games.by_game(sort_key)[lanes].argsort(1)[:, :num_turns]
+    order = games.by_game(sort_key)[lanes].argsort(1)
     first_agent = games.lanes[lanes, None] * games.rules.num_agents
-    return (order + first_agent).unbind(1)
+    agents = order[:, :num_turns] + first_agent
+    return agents.unbind(1)
 
 
 def _attack_of(games: "MettaBatch", agent: torch.Tensor, action: torch.Tensor, has_turn: torch.Tensor) -> Attack:
@@ -135,7 +141,8 @@ def _attack_of(games: "MettaBatch", agent: torch.Tensor, action: torch.Tensor, h
 
     code = _target_code(games, agent, action)
     hit = shot & (code >= games.first_agent)
-    target = games.row_base[agent] + torch.where(hit, code, EMPTY)  # the row of EMPTY is nobody's
+    row_base = games.row_base[agent]
+    target = row_base + torch.where(hit, code, EMPTY)  # the row of EMPTY is nobody's
     target_inventory = games.inventory[target]
     target_timer = games.timer[target]
     blocked = hit & (target_inventory[:, ARMOR] > 0)
@@ -153,20 +160,24 @@ def _attack_of(games: "MettaBatch", agent: torch.Tensor, action: torch.Tensor, h
     games.timer[rows] = torch.stack([timer, target_timer])
     games.mark_dirty(row, shot | frozen)
     games.mark_dirty(target, hit)
-    victim = torch.where(hit, games.agent_base[agent] + code - games.first_agent, agent)
+    hit_agent = games.agent_base[agent] + code - games.first_agent
+    victim = torch.where(hit, hit_agent, agent)
     return Attack(agent, victim, frozen, shot, hit, blocked, robbed, loot)
 
 
 def _target_code(games: "MettaBatch", agent: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
     """Codes (B,) in the cells that these attacks aim at."""
     tables = games.tables
-    cells = games.cell[agent, None] + tables.reach[games.heading[agent]]
+    cell = games.cell[agent, None]
+    heading = games.heading[agent]
+    cells = cell + tables.reach[heading]
     codes = games.grid.view(-1)[cells].long()  # (B, 9)
     is_agent = codes >= games.first_agent
     nearest_rank = torch.where(is_agent, tables.nearest_rank, 8).amin(1)
     nearest = tables.nearest_first[nearest_rank]
     aim = torch.where(action == NEAREST, nearest, (action - 1).clamp(0, 8))
-    return codes.gather(1, aim[:, None]).squeeze(1)
+    target_code = codes.gather(1, aim[:, None])
+    return target_code.squeeze(1)
 
 
 def _count_attacks(games: "MettaBatch", attacks: list[Attack], success: torch.Tensor) -> None:
@@ -174,8 +185,10 @@ def _count_attacks(games: "MettaBatch", attacks: list[Attack], success: torch.Te
     success[agent] = hit
     attacker_counts = torch.stack([frozen, shot, robbed, blocked], 1)
     victim_counts = torch.stack([blocked, robbed], 1)
-    of_attackers = (agent, games.tables.attacker_stats, torch.cat([attacker_counts, loot], 1))
-    of_victims = (victim, games.tables.victim_stats, torch.cat([victim_counts, loot], 1))
+    attacker_counts = torch.cat([attacker_counts, loot], 1)
+    victim_counts = torch.cat([victim_counts, loot], 1)
+    of_attackers = (agent, games.tables.attacker_stats, attacker_counts)
+    of_victims = (victim, games.tables.victim_stats, victim_counts)
     games.count(of_attackers, of_victims)
 
 
@@ -196,9 +209,11 @@ def paint_and_rotate(games: "MettaBatch", action: torch.Tensor, acts: torch.Tens
     paints = acts & (action >= PAINT) & (action < GET)
     argument = (action - PAINT).clamp(0, 3)
     painted = games.tables.painted[argument * 256 + games.color]
-    games.color.copy_(torch.where(paints, painted, games.color))
+    color = torch.where(paints, painted, games.color)
+    games.color.copy_(color)
     rotates = acts & (action >= ROTATE) & (action < SWAP)
-    games.heading.copy_(torch.where(rotates, action - ROTATE, games.heading))
+    heading = torch.where(rotates, action - ROTATE, games.heading)
+    games.heading.copy_(heading)
     rests = acts & (action == NOOP)
     return paints | rotates | rests
 
@@ -211,7 +226,8 @@ def move_and_use(games: "MettaBatch", action: torch.Tensor, acts: torch.Tensor, 
     moves = acts & ((action == FORWARD) | (action == BACK) | (action == SWAP))
     uses = acts & ((action == GET) | (action == PUT))
     direction = torch.where(action == BACK, -1, 1)
-    target_cell = games.cell + games.tables.ahead[games.heading] * direction
+    step = games.tables.ahead[games.heading] * direction
+    target_cell = games.cell + step
     success = torch.zeros_like(acts)
     move_results = []
     use_results = []
@@ -227,7 +243,8 @@ def move_and_use(games: "MettaBatch", action: torch.Tensor, acts: torch.Tensor, 
         success[agent] = can_move
         agent, put, got = map(torch.cat, zip(*use_results))
         success[agent] |= (put + got > 0).any(1)
-        games.count((agent, games.tables.use_stats, torch.cat([got, put, put], 1)))
+        of_users = (agent, games.tables.use_stats, torch.cat([got, put, put], 1))
+        games.count(of_users)
     return success
 
 
@@ -241,7 +258,8 @@ def _rounds(
     """
     priority = games.by_game(priority)
     if games.fixed_shapes:
-        for number in priority.argsort(1).unbind(1):
+        order = priority.argsort(1)
+        for number in order.unbind(1):
             yield games.lanes * games.rules.num_agents + number
         return
     pending = games.by_game(mask)
@@ -254,7 +272,8 @@ def _rounds(
     is_later = priority[:, :, None] > priority[:, None]
     waits_for = meets & is_later
     while pending.any():
-        turn = pending & ~(waits_for & pending[:, None]).any(2)
+        waits = (waits_for & pending[:, None]).any(2)
+        turn = pending & ~waits
         yield turn.view(-1)
         pending = pending & ~turn
 
@@ -279,7 +298,8 @@ def _move(
     code = games.agent_code[agent]
     target_code = grid[target_cell].long()
     is_agent = target_code >= games.first_agent
-    is_frozen = games.timer[games.row_base[agent] + target_code] > 0
+    target_row = games.row_base[agent] + target_code
+    is_frozen = games.timer[target_row] > 0
     is_swappable = (target_code == BLOCK) | (is_agent & is_frozen)
     can_move = mask & torch.where(action == SWAP, is_swappable, target_code == EMPTY)
     cells = torch.stack([cell, target_cell])
@@ -293,7 +313,8 @@ def _move(
     other = torch.where(swaps_agent, other, agent)
     new_cell = torch.where(can_move, target_cell, cell)
     other_cell = torch.where(swaps_agent, cell, new_cell)
-    games.cell[torch.stack([agent, other])] = torch.stack([new_cell, other_cell])
+    new_cells = torch.stack([new_cell, other_cell])
+    games.cell[torch.stack([agent, other])] = new_cells
     return can_move
 
 
@@ -315,11 +336,13 @@ def _use(
     put = torch.minimum(put, 255 - stock) * puts[:, None]
     gets = mask & (action != PUT)
     is_output = tables.outputs[code] > 0
-    got = torch.minimum(stock, tables.carry - inventory) * (gets[:, None] & is_output)
+    capacity = tables.carry - inventory
+    got = torch.minimum(stock, capacity) * (gets[:, None] & is_output)
 
     inventory = inventory - put + got
     stock = stock + put - got
     mask = mask.repeat(2)
-    start_converting(games, rows, torch.cat([inventory, stock]), mask)
+    inventories = torch.cat([inventory, stock])
+    start_converting(games, rows, inventories, mask)
     games.mark_dirty(rows, mask)
     return put, got

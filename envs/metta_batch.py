@@ -49,7 +49,8 @@ class MettaBatch:
         self.first_agent = self.rules.first_agent
         self.num_codes = self.rules.num_codes
         self.num_rows = num_games * self.num_codes
-        self.cells = self.rules.shape[0] * self.rules.shape[1]
+        rows, columns = self.rules.shape
+        self.cells = rows * columns
         self.tables = RuleTables(self.rules, self.device)
         self.maps = MapMaker(self.rules, self.device)
         self.tokens = TokenTable(self.rules, num_games, self.device)
@@ -73,7 +74,8 @@ class MettaBatch:
         self.agent_code = self.agent_number.repeat(self.num_games) + self.first_agent
         self.row_base = self.agent_lane * self.num_codes
         self.agent_row = self.row_base + self.agent_code
-        self.row_code = torch.arange(self.num_codes, device=self.device).repeat(self.num_games)
+        code = torch.arange(self.num_codes, device=self.device)
+        self.row_code = code.repeat(self.num_games)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
@@ -109,7 +111,8 @@ class MettaBatch:
     def _make_first_things(self) -> None:
         """The things of a lane at the start of an episode, to be copied into a lane that starts."""
         inventory = self.tables.initial.repeat(self.num_games, 1)
-        start_converting(self, slice(None), inventory, torch.ones_like(self.dirty))
+        all_rows = torch.ones_like(self.dirty)
+        start_converting(self, slice(None), inventory, all_rows)
         self._write_things(slice(None))
         self.first_things = [state[0].clone() for state in self._things()]
 
@@ -121,13 +124,26 @@ class MettaBatch:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All that the games are, as the tensors themselves, not copies. What follows from these is made when they are
         loaded: tokens and spare maps too, so that games may go on on another kind of device."""
-        names = ["key", "episode", "clock", "limit", "grid", "cell", "heading", "color", "inventory", "timer", "header"]
-        names += ["stats", "finished"]
-        return {name: getattr(self, name) for name in names}
+        return {
+            "key": self.key,
+            "episode": self.episode,
+            "clock": self.clock,
+            "limit": self.limit,
+            "grid": self.grid,
+            "cell": self.cell,
+            "heading": self.heading,
+            "color": self.color,
+            "inventory": self.inventory,
+            "timer": self.timer,
+            "header": self.header,
+            "stats": self.stats,
+            "finished": self.finished,
+        }
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
         """Raises ValueError, before anything is changed, for values that no game has."""
-        load_state(self.state_dict(), saved, partial(find_problem, self.rules))
+        state = self.state_dict()
+        load_state(state, saved, partial(find_problem, self.rules))
         self.episode_key.copy_(integer_hash(self.key + self.episode))
         self.value.copy_(self._inventory_value())
         self._write_things(slice(None))
@@ -142,7 +158,8 @@ class MettaBatch:
         """Start a new episode in every lane."""
         if self.fixed_shapes:
             self._make_spares(self.lanes)
-        self._start(slice(None), torch.ones_like(self.lanes, dtype=torch.bool))
+        all_lanes = torch.ones_like(self.lanes, dtype=torch.bool)
+        self._start(slice(None), all_lanes)
         if self.fixed_shapes:  # the first episode may end before its turn to be made comes
             self._make_spares(self.lanes)
         self._observe(slice(None), self.obs)
@@ -161,22 +178,28 @@ class MettaBatch:
         self.stat("failed").add_(~success)
 
         hundredths = self._reward(action)
-        self._write_things(self.select(self.dirty)[0])
+        rows, _ = self.select(self.dirty)
+        self._write_things(rows)
         self.tokens.write_agents(self.heading, self.color)
         num_tokens = self._observe(slice(None), self.final_obs)
-        self.stat("tokens_written").add_(num_tokens.clamp(max=TOKENS))
-        self.stat("tokens_dropped").add_((num_tokens - TOKENS).clamp(min=0))
+        written = num_tokens.clamp(max=TOKENS)
+        self.stat("tokens_written").add_(written)
+        dropped = (num_tokens - TOKENS).clamp(min=0)
+        self.stat("tokens_dropped").add_(dropped)
 
         ends = self.clock >= self.limit
         truncated = ends[self.agent_lane]
         info = self._final_info(truncated)
         self._start_next(ends, truncated)
-        return self.obs, hundredths / 100, torch.zeros_like(truncated), truncated, info
+        reward = hundredths / 100
+        terminated = torch.zeros_like(truncated)
+        return self.obs, reward, terminated, truncated, info
 
     def _priority(self) -> torch.Tensor:
         """Agents (N,) of a game act in the order of these numbers, those that attack first."""
         step_key = integer_hash(self.episode_key + DRAW_ORDER + self.clock)
-        return integer_hash(step_key[:, None] + self.agent_number).view(-1)
+        priority = integer_hash(step_key[:, None] + self.agent_number)
+        return priority.view(-1)
 
     def _reward(self, action: torch.Tensor) -> torch.Tensor:
         """Hundredths of reward of all agents (N,), and the header of their next observation."""
@@ -192,8 +215,10 @@ class MettaBatch:
 
     def _inventory_value(self) -> torch.Tensor:
         """Hundredths that what each agent holds is worth."""
-        number = torch.minimum(self.inventory[self.agent_row], self.tables.rewarded)
-        return (number * self.tables.reward).sum(1)
+        inventory = self.inventory[self.agent_row]
+        number = torch.minimum(inventory, self.tables.rewarded)
+        value = number * self.tables.reward
+        return value.sum(1)
 
     def stat(self, name: str) -> torch.Tensor:
         return self.stats[:, STATS.index(name)]
@@ -206,7 +231,9 @@ class MettaBatch:
             index = agent[:, None] * len(STATS) + columns
             indices.append(index.view(-1))
             numbers.append(number.view(-1))
-        self.stats.view(-1).scatter_add_(0, torch.cat(indices), torch.cat(numbers).int())
+        index = torch.cat(indices)
+        number = torch.cat(numbers).int()
+        self.stats.view(-1).scatter_add_(0, index, number)
 
     def mark_dirty(self, rows: torch.Tensor, mask: torch.Tensor) -> None:
         """The tokens of those rows that count are out of date; with fixed shapes all are written anyway."""
@@ -225,13 +252,17 @@ class MettaBatch:
         return tensor.view(self.num_games, -1)
 
     def _write_things(self, rows: slice | torch.Tensor) -> None:
-        self.tokens.write_things(rows, self.row_code[rows], self.inventory[rows], self.timer[rows])
+        code = self.row_code[rows]
+        inventory = self.inventory[rows]
+        timer = self.timer[rows]
+        self.tokens.write_things(rows, code, inventory, timer)
 
     def _observe(self, agents: slice | torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write what `agents` see to `out` (B, 200, 3) uint8; returns (B,) how many tokens there were."""
         cell = self.cell[agents]
         row_base = self.row_base[agents]
-        return self.tokens.observe(self.grid, cell, row_base, self.header[agents], self.fixed_shapes, out)
+        header = self.header[agents]
+        return self.tokens.observe(self.grid, cell, row_base, header, self.fixed_shapes, out)
 
     # --------------------------------------------------------------------------------------------- ends of episodes
 
@@ -241,7 +272,12 @@ class MettaBatch:
         hearts = self.stat("heart.get").clone()
         length = self.clock[self.agent_lane]
         episode_return = self.stat("hundredths") / 100
-        finished = [truncated, hearts * truncated, length * truncated, episode_return * truncated]
+        finished = [
+            truncated,
+            hearts * truncated,
+            length * truncated,
+            episode_return * truncated,
+        ]
         self.finished.add_(torch.stack(finished).sum(1))
         return {
             "final_obs": self.final_obs,
@@ -255,7 +291,8 @@ class MettaBatch:
         """New episodes in the lanes whose last one ended (games,), and what their agents (N,) see."""
         self.obs.copy_(self.final_obs)
         if self.fixed_shapes:
-            self._make_spares(self.spares.next_lanes(self.lanes))
+            lanes = self.spares.next_lanes(self.lanes)
+            self._make_spares(lanes)
             self._start(slice(None), ends)
             self._observe(slice(None), self.obs)
         elif ends.any():
@@ -287,11 +324,13 @@ class MettaBatch:
             limit = torch.where(self.episode[lanes] == 0, first_limit, limit)
 
         def write(state: torch.Tensor, value: torch.Tensor | int) -> None:
-            state = self.by_game(state)
-            state[lanes] = torch.where(mask[:, None], value, state[lanes])
+            lane_state = self.by_game(state)
+            old_value = lane_state[lanes]
+            lane_state[lanes] = torch.where(mask[:, None], value, old_value)
 
         write(self.grid, grid)
-        write(self.cell, cell + self.lanes[lanes, None] * self.cells)
+        first_cell = self.lanes[lanes, None] * self.cells
+        write(self.cell, cell + first_cell)
         write(self.episode_key, key[:, None])
         write(self.limit, limit[:, None])
         for state, first_things in zip(self._things(), self.first_things):

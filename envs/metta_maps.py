@@ -28,13 +28,15 @@ class MapMaker:
         self.num_cells = rows * columns
         side = torch.arange(rules.size, device=device)
         instance_cells = (side[:, None] * columns + side).ravel()
-        corners = torch.tensor([row * columns + column for row, column in rules.corners], device=device)
-        self.cells = corners[:, None] + instance_cells  # (R, S) on the whole map
+        corners = [row * columns + column for row, column in rules.corners]
+        first_cells = torch.tensor(corners, device=device)
+        self.cells = first_cells[:, None] + instance_cells  # (R, S) on the whole map
         is_odd = (side % 2 == 1) & (side < rules.size - 1)
         self.pillar_cells = is_odd[:, None] & is_odd  # (size, size)
         # Numbers of the draws, as `MettaArena` counts them.
         self.instance = torch.arange(rules.instances, device=device)[:, None]
-        self.cell_number = torch.arange(self.cells.numel(), device=device).view(rules.instances, -1)
+        cell_number = torch.arange(self.cells.numel(), device=device)
+        self.cell_number = cell_number.view(rules.instances, -1)
         self._make_pieces(device)
 
     def _make_pieces(self, device: torch.device) -> None:
@@ -50,8 +52,9 @@ class MapMaker:
         self.piece_kind = torch.tensor(piece_kind, device=device)
         self.piece_rank = torch.tensor(piece_rank, device=device)
         self.piece_code = torch.tensor(self._codes(), dtype=torch.uint8, device=device)  # (R, P)
-        self.lowest = torch.tensor([lowest for lowest, _ in spans], device=device)  # (kinds,)
-        self.highest = torch.tensor([highest for _, highest in spans], device=device)
+        lowest, highest = zip(*spans)
+        self.lowest = torch.tensor(lowest, device=device)  # (kinds,)
+        self.highest = torch.tensor(highest, device=device)
         kind = torch.arange(len(spans), device=device)
         self.count_number = DRAW_COUNT - 1 + 32 * self.instance + kind  # kind 0 are the agents, always as many
 
@@ -69,13 +72,16 @@ class MapMaker:
                 if name in rules.book:
                     row += range(converter, converter + highest)
                     converter += highest
+                elif name == "wall":
+                    row += [WALL] * highest
                 else:
-                    row += [WALL if name == "wall" else BLOCK] * highest
+                    row += [BLOCK] * highest
             codes.append(row)
         return codes
 
     def make(self, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps of the episodes with these keys (B,): codes (B, cells) uint8, and the agents' cells (B, agents)."""
+        batch = len(key)
         key = key[:, None, None]
         draw = integer_hash(key + DRAW_CELL + self.cell_number)
         if self.rules.terrain:
@@ -83,23 +89,30 @@ class MapMaker:
         else:
             walls = torch.zeros_like(draw, dtype=torch.bool)
         sort_key = draw + (walls.long() << 32)  # cells with a wall come last
-        order = sort_key.argsort(dim=2, stable=True)[:, :, : self.piece_kind.numel()]
-        piece_cell = self.cells.expand(len(key), -1, -1).gather(2, order)  # (B, R, P)
+        order = sort_key.argsort(dim=2, stable=True)
+        piece_order = order[:, :, : self.piece_kind.numel()]
+        cells = self.cells.expand(batch, -1, -1)
+        piece_cell = cells.gather(2, piece_order)  # (B, R, P)
 
-        number = self.lowest + integer_hash(key + self.count_number) % (self.highest - self.lowest + 1)
+        draw = integer_hash(key + self.count_number)
+        number = self.lowest + draw % (self.highest - self.lowest + 1)
         exists = self.piece_rank < number[:, :, self.piece_kind]
         codes = torch.where(exists, self.piece_code, EMPTY)
-        grid = torch.full((len(key), self.num_cells), WALL, dtype=torch.uint8, device=key.device)
-        grid.scatter_(1, self.cells.view(1, -1).expand(len(key), -1), walls.flatten(1).byte())
+        grid = torch.full((batch, self.num_cells), WALL, dtype=torch.uint8, device=key.device)
+        grid.scatter_(1, cells.flatten(1), walls.flatten(1).byte())
         grid.scatter_(1, piece_cell.flatten(1), codes.byte().flatten(1))
-        return grid, piece_cell[:, :, : self.rules.agents].flatten(1)
+        agent_cell = piece_cell[:, :, : self.rules.agents]
+        return grid, agent_cell.flatten(1)
 
     def _terrain(self, key: torch.Tensor) -> torch.Tensor:
         """(B, R, S) bool: pillars on odd rows and columns, each with a wall right or down, perhaps mirrored."""
         rules = self.rules
-        room = integer_hash(key + DRAW_ROOM + self.instance)[..., None]  # (B, R, 1, 1)
-        draw = integer_hash(key + DRAW_PILLAR + self.cell_number).view(-1, rules.instances, rules.size, rules.size)
-        pillars = self.pillar_cells & (draw % 16 < room % 14)
+        room = integer_hash(key + DRAW_ROOM + self.instance)
+        room = room[..., None]  # (B, R, 1, 1)
+        draw = integer_hash(key + DRAW_PILLAR + self.cell_number)
+        draw = draw.view(-1, rules.instances, rules.size, rules.size)
+        has_pillar = draw % 16 < room % 14
+        pillars = self.pillar_cells & has_pillar
         goes_right = (draw >> 4 & 1).bool()
         right_walls = (pillars & goes_right).roll(1, 3)
         down_walls = (pillars & ~goes_right).roll(1, 2)
@@ -133,6 +146,8 @@ class SpareMaps:
 
     def next_lanes(self, lanes: torch.Tensor) -> torch.Tensor:
         """Those of all lanes whose turn it is."""
-        due = (lanes[: self.lanes_per_step] + self.round * self.lanes_per_step) % len(lanes)
+        first_lanes = lanes[: self.lanes_per_step]
+        due = first_lanes + self.round * self.lanes_per_step
+        due = due % len(lanes)
         self.round.add_(1)
         return due

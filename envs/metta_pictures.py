@@ -62,9 +62,15 @@ def render_ansi(arena: Any) -> str:
         if thing.name == "agent":
             arrow = "*" if thing.timer else "▲▼◀▶"[thing.heading]
             return arrow + agent_sign(arena.bodies.index(thing))
-        stock = sum(thing.inventory[ITEMS.index(item)] for item in arena.rules.book[thing.name].outputs)
-        idle = "~" if thing.timer else "0"
-        return converter_sign(thing.name) + (str(min(stock, 9)) if stock else idle)
+        recipe = arena.rules.book[thing.name]
+        stock = sum(thing.inventory[ITEMS.index(item)] for item in recipe.outputs)
+        if stock:
+            state = str(min(stock, 9))
+        elif thing.timer:
+            state = "~"
+        else:
+            state = "0"
+        return converter_sign(thing.name) + state
 
     lines = [f"step {arena.clock} of {arena.limit}"]
     for row in arena.grid[EDGE:-EDGE]:
@@ -95,7 +101,8 @@ def render_rgb(arena: Any) -> np.ndarray:
             thing = arena.grid[row + EDGE][column + EDGE]
             left = column * SIZE
             top = row * SIZE
-            canvas.draw.rectangle((left, top, left + SIZE - 1, top + SIZE - 1), FLOOR[(row + column) % 2])
+            floor_color = FLOOR[(row + column) % 2]
+            canvas.draw.rectangle((left, top, left + SIZE - 1, top + SIZE - 1), floor_color)
             if thing is not None and thing.name != "agent":
                 draw_thing(canvas, arena, thing, left, top)
 
@@ -126,7 +133,8 @@ def draw_thing(canvas: Canvas, arena: Any, thing: Any, left: float, top: float) 
         canvas.draw.rectangle((left + 5, top + 5, right - 5, bottom - 5), BLOCK_COLOR)
         return
     recipe = arena.rules.book[thing.name]
-    color = ITEM_COLORS[next(iter(recipe.outputs))]
+    first_product = next(iter(recipe.outputs))
+    color = ITEM_COLORS[first_product]
     x = left + SIZE / 2
     y = top + SIZE / 2
     canvas.draw.rounded_rectangle((left + 2, top + 2, right - 2, bottom - 2), 8, CONVERTER_COLOR, color, 3)
@@ -143,23 +151,26 @@ def draw_thing(canvas: Canvas, arena: Any, thing: Any, left: float, top: float) 
 def draw_dots(canvas: Canvas, items: dict[str, int], x: float, y: float) -> None:
     """At most five items in a row, its middle at (x, y)."""
     dots = [item for item, number in items.items() for _ in range(number)][:5]
+    middle = (len(dots) - 1) / 2
     for i, item in enumerate(dots):
-        offset = (i - (len(dots) - 1) / 2) * 0.2 * SIZE
+        offset = (i - middle) * 0.2 * SIZE
         canvas.disc(x + offset, y, 4.5, ITEM_COLORS[item], BACKGROUND)
 
 
 def draw_agent(canvas: Canvas, arena: Any, i: int, x: float, y: float) -> None:
     body = arena.bodies[i]
-    hue = f"hsl({i * 360 // len(arena.bodies)}, 65%, 62%)"
+    hue = i * 360 // len(arena.bodies)
+    color = f"hsl({hue}, 65%, 62%)"
     down, across = MOVES[body.heading]
     radius = 0.36 * SIZE
     nose = (x + across * 0.5 * SIZE, y + down * 0.5 * SIZE)
     cheek = (x + down * radius, y + across * radius)
     other_cheek = (x - down * radius, y - across * radius)
-    canvas.draw.polygon((nose, cheek, other_cheek), hue)
-    canvas.disc(x, y, radius, hue)
+    canvas.draw.polygon((nose, cheek, other_cheek), color)
+    canvas.disc(x, y, radius, color)
     if body.timer:
         reach = 0.46 * SIZE
         angle = 360 * body.timer / arena.rules.freeze
-        canvas.draw.arc((x - reach, y - reach, x + reach, y + reach), -90, -90 + angle, ICE, 5)
+        box = (x - reach, y - reach, x + reach, y + reach)
+        canvas.draw.arc(box, -90, -90 + angle, ICE, 5)
     canvas.text(x, y, agent_sign(i), 0.55 * SIZE, BACKGROUND, anchor="mm")

@@ -16,7 +16,10 @@ def find_problem(
     rows, columns = rules.shape
     games = len(grid)
     agent_codes = torch.arange(rules.first_agent, rules.num_codes)
-    cell = cell.view(games, -1) - torch.arange(games)[:, None] * rows * columns  # within its own game
+    first_cell = torch.arange(games)[:, None] * rows * columns
+    cell = cell.view(games, -1) - first_cell  # within its own game
+    row = cell // columns
+    column = cell % columns
     inventory = inventory.view(games, rules.num_codes, -1)
     timer = timer.view(games, -1)
     max_inventory, max_timer = _code_limits(rules)
@@ -26,27 +29,31 @@ def find_problem(
         "limit": (limit, 1, rules.max_steps),
         "clock": (clock, 0, limit - 1),
         "grid": (grid, 0, rules.num_codes - 1),
-        "row": (cell // columns, VIEW, rows - VIEW - 1),
-        "column": (cell % columns, VIEW, columns - VIEW - 1),
+        "row": (row, VIEW, rows - VIEW - 1),
+        "column": (column, VIEW, columns - VIEW - 1),
         "heading": (heading, 0, 3),
         "color": (color, 0, 255),
         "inventory": (inventory, 0, max_inventory),
         "timer": (timer, 0, max_timer),
     }
     for name, (values, lowest, highest) in limits.items():
-        if ((values < lowest) | (values > highest)).any():
+        out_of_range = (values < lowest) | (values > highest)
+        if out_of_range.any():
             return f"{name} out of range"
     if not finished.isfinite().all():
         return "sums that are not finite"
 
     inside = torch.zeros(rows, columns, dtype=torch.bool)
     inside[VIEW:-VIEW, VIEW:-VIEW] = True
-    if (grid.view(-1, rows, columns)[:, ~inside] != WALL).any():
+    outer_wall = grid.view(-1, rows, columns)[:, ~inside]
+    if (outer_wall != WALL).any():
         return "a map without its outer wall"
     cells_of_code = torch.zeros(games, rules.num_codes, dtype=torch.int64)
     cells_of_code.scatter_add_(1, grid.long(), torch.ones_like(grid, dtype=torch.int64))
-    is_unique = (cells_of_code[:, FIRST_CONVERTER:] <= 1).all()
-    if not is_unique or (grid.gather(1, cell) != agent_codes).any():
+    cells_of_thing = cells_of_code[:, FIRST_CONVERTER:]
+    is_unique = (cells_of_thing <= 1).all()
+    codes_at_agents = grid.gather(1, cell)
+    if not is_unique or (codes_at_agents != agent_codes).any():
         return "agents and map differ"
     return None
 

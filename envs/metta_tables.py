@@ -18,10 +18,14 @@ from envs.metta_rules import (
     Rules,
 )
 
+GET_STATS = [f"{item}.get" for item in ITEMS]
+PUT_STATS = [f"{item}.put" for item in ITEMS]
+LOST_STATS = [f"{item}.lost" for item in ITEMS]
+STOLEN_STATS = [f"{item}.stolen" for item in ITEMS]
 # Statistics that are counted together.
-ATTACKER_STATS = ("frozen_ticks", "laser.lost", "attack.win", "attack.blocked", *(f"{item}.stolen" for item in ITEMS))
-VICTIM_STATS = ("armor.lost", "attack.loss", *(f"{item}.lost" for item in ITEMS))
-USE_STATS = tuple(f"{item}.{change}" for change in ("get", "put", "lost") for item in ITEMS)
+ATTACKER_STATS = ["frozen_ticks", "laser.lost", "attack.win", "attack.blocked", *STOLEN_STATS]
+VICTIM_STATS = ["armor.lost", "attack.loss", *LOST_STATS]
+USE_STATS = GET_STATS + PUT_STATS + LOST_STATS
 
 
 class RuleTables:
@@ -32,12 +36,16 @@ class RuleTables:
         self._make_recipes(rules)
         self._make_items(rules)
         self._make_actions(rules)
-        self.attacker_stats = self._tensor([STATS.index(name) for name in ATTACKER_STATS])
-        self.victim_stats = self._tensor([STATS.index(name) for name in VICTIM_STATS])
-        self.use_stats = self._tensor([STATS.index(name) for name in USE_STATS])
+        self.attacker_stats = self._columns(ATTACKER_STATS)
+        self.victim_stats = self._columns(VICTIM_STATS)
+        self.use_stats = self._columns(USE_STATS)
 
     def _tensor(self, values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _columns(self, names: list[str]) -> torch.Tensor:
+        """Where these statistics stand among all."""
+        return self._tensor([STATS.index(name) for name in names])
 
     def _make_recipes(self, rules: Rules) -> None:
         """By code, items (codes, items) and numbers (codes,); what is no converter has a recipe of zeros."""
@@ -45,8 +53,13 @@ class RuleTables:
         recipes = [no_recipe] * FIRST_CONVERTER
         recipes += [rules.book[name] for name in rules.converters * rules.instances]
         recipes += [no_recipe] * rules.num_agents
-        self.inputs = self._tensor([[recipe.inputs.get(item, 0) for item in ITEMS] for recipe in recipes])
-        self.outputs = self._tensor([[recipe.outputs.get(item, 0) for item in ITEMS] for recipe in recipes])
+        inputs = []
+        outputs = []
+        for recipe in recipes:
+            inputs.append([recipe.inputs.get(item, 0) for item in ITEMS])
+            outputs.append([recipe.outputs.get(item, 0) for item in ITEMS])
+        self.inputs = self._tensor(inputs)
+        self.outputs = self._tensor(outputs)
         self.cooldown = self._tensor([recipe.cooldown for recipe in recipes])
         self.max_output = self._tensor([recipe.max_output for recipe in recipes])
         initial = self._tensor([recipe.initial for recipe in recipes])
@@ -55,19 +68,22 @@ class RuleTables:
     def _make_items(self, rules: Rules) -> None:
         """By item."""
         self.carry = self._tensor(CARRY)
-        self.reward = self._tensor([reward for reward, _ in rules.item_rewards])
-        self.rewarded = self._tensor([number for _, number in rules.item_rewards])  # how many of it count
+        reward, rewarded = zip(*rules.item_rewards)
+        self.reward = self._tensor(reward)
+        self.rewarded = self._tensor(rewarded)  # how many of it count
         self.one_laser = self._tensor([int(item == "laser") for item in ITEMS])
         self.one_armor = self._tensor([int(item == "armor") for item in ITEMS])
 
     def _make_actions(self, rules: Rules) -> None:
         """Steps as differences between cells of the map; what painting does to a color."""
         columns = rules.shape[1]
-        self.ahead = self._tensor([row * columns + column for row, column in MOVES])  # by heading
+        ahead = [row * columns + column for row, column in MOVES]
+        self.ahead = self._tensor(ahead)  # by heading
         right = self.ahead[list(RIGHT_OF)]
         reach = [steps * self.ahead + aside * right for steps, aside in REACH]
         self.reach = torch.stack(reach, 1)  # (heading, attack)
-        self.nearest_rank = self._tensor([NEAREST_FIRST.index(n) for n in range(len(REACH))])
+        nearest_rank = [NEAREST_FIRST.index(aim) for aim in range(len(REACH))]
+        self.nearest_rank = self._tensor(nearest_rank)
         self.nearest_first = self._tensor(NEAREST_FIRST)
         self.header = self._tensor(ACTIONS)  # type and argument
         color = torch.arange(256, device=self.device)

@@ -37,10 +37,21 @@ def tokens_by_code(rules: Rules) -> list[list[int]]:
     """The tokens of things before those of their items."""
     wall = [token(TYPE, TYPE_IDS["wall"])]
     block = [token(TYPE, TYPE_IDS["block"]), token(SWAPPABLE, 1)]
-    agent = [token(TYPE, TYPE_IDS["agent"]), token(GROUP), token(FROZEN), token(ORIENTATION), token(COLOR)]
+    agent = [
+        token(TYPE, TYPE_IDS["agent"]),
+        token(GROUP),
+        token(FROZEN),  # STATE_TOKEN
+        token(ORIENTATION),  # HEADING_TOKEN
+        token(COLOR),  # COLOR_TOKEN
+    ]
     tokens = [[], wall, block]  # EMPTY, WALL, BLOCK
     for name in rules.converters * rules.instances:
-        tokens.append([token(TYPE, rules.book[name].type_id), token(COLOR), token(BUSY)])
+        converter = [
+            token(TYPE, rules.book[name].type_id),
+            token(COLOR),
+            token(BUSY),  # STATE_TOKEN
+        ]
+        tokens.append(converter)
     tokens += [agent] * rules.num_agents
     return tokens
 
@@ -57,32 +68,46 @@ class TokenTable:
         self.first_agent = rules.first_agent
         self._make_table(tokens_by_code(rules), device)
         self._make_window(rules, device)
-        self.item_token = torch.tensor([token(FIRST_ITEM + k) for k in range(len(ITEMS))], device=device)
+        item_tokens = [token(FIRST_ITEM + item) for item in range(len(ITEMS))]
+        self.item_token = torch.tensor(item_tokens, device=device)
 
     def _make_table(self, tokens: list[list[int]], device: torch.device) -> None:
-        padded = [row + [0] * (WIDTH - len(row)) for row in tokens]
-        rows = torch.tensor(padded, dtype=torch.int32, device=device).ravel()
-        empty = torch.full((TOKENS,), 0xFFFFFF, dtype=torch.int32, device=device)
-        self.table = torch.cat([rows.repeat(self.num_games), empty])
-        count = torch.tensor([len(row) for row in tokens], dtype=torch.uint8, device=device)
-        self.count = count.repeat(self.num_games)
+        rows = []
+        count = []
+        # Of things that change: the number of tokens before the items, and the token of their state.
+        fixed_tokens = []
+        state_token = []
+        for row in tokens:
+            padding = [0] * (WIDTH - len(row))
+            rows.append(row + padding)
+            count.append(len(row))
+            changes = len(row) > STATE_TOKEN
+            fixed_tokens.append(len(row) if changes else 0)
+            state_token.append(row[STATE_TOKEN] if changes else 0)
 
-        # Of things that change, by code: the number of tokens before the items, and the token of their state.
-        changes = [len(row) > STATE_TOKEN for row in tokens]
-        fixed_tokens = [len(row) if change else 0 for row, change in zip(tokens, changes)]
-        state_token = [row[STATE_TOKEN] if change else 0 for row, change in zip(tokens, changes)]
-        self.fixed_tokens = torch.tensor(fixed_tokens, device=device)
+        game_table = torch.tensor(rows, dtype=torch.int32, device=device).ravel()
+        empty = torch.full((TOKENS,), 0xFFFFFF, dtype=torch.int32, device=device)
+        self.table = torch.cat([game_table.repeat(self.num_games), empty])
+        game_count = torch.tensor(count, dtype=torch.uint8, device=device)
+        self.count = game_count.repeat(self.num_games)
+        self.fixed_tokens = torch.tensor(fixed_tokens, device=device)  # by code
         self.state_token = torch.tensor(state_token, device=device)
 
     def _make_window(self, rules: Rules, device: torch.device) -> None:
         """Cells of the window relative to the agent's, and the place of each in a token."""
         num_agents = self.num_games * rules.num_agents
         columns = rules.shape[1]
-        steps = [row * columns + column for row, column in WINDOW]
-        places = [(row + VIEW) << 4 | (column + VIEW) for row, column in WINDOW]
+        steps = []
+        places = []
+        for row, column in WINDOW:
+            window_row = row + VIEW
+            window_column = column + VIEW
+            steps.append(row * columns + column)
+            places.append(window_row << 4 | window_column)
         places.append(0)  # of the empty tokens
         self.window = torch.tensor(steps, dtype=torch.int32, device=device)
-        self.place = torch.tensor(places, dtype=torch.int32, device=device).repeat(num_agents)
+        place = torch.tensor(places, dtype=torch.int32, device=device)
+        self.place = place.repeat(num_agents)
         self.slot = torch.arange(TOKENS - HEADER, dtype=torch.int32, device=device)
         self.ones = torch.ones(num_agents, len(WINDOW), dtype=torch.int32, device=device)
 
@@ -95,16 +120,21 @@ class TokenTable:
         changes = fixed_tokens > 0  # walls and blocks do not
         table = self.table[:-TOKENS].view(-1, WIDTH)
         tokens = table[rows]
-        item_position = fixed_tokens[:, None] + has_item.cumsum(1) - 1
+        first_position = fixed_tokens[:, None]
+        item_position = first_position + has_item.cumsum(1) - 1
         item_position = torch.where(has_item, item_position, WIDTH - 1)
         item_token = self.item_token | inventory << 16
         tokens.scatter_(1, item_position, item_token.int())
+
         state = (timer > 0).long()
-        state_token = (self.state_token[code] | state << 16).int()
-        tokens[:, STATE_TOKEN] = torch.where(changes, state_token, tokens[:, STATE_TOKEN])
+        state_token = self.state_token[code] | state << 16
+        old_state_token = tokens[:, STATE_TOKEN]
+        tokens[:, STATE_TOKEN] = torch.where(changes, state_token.int(), old_state_token)
         table[rows] = tokens
-        count = (fixed_tokens + has_item.sum(1)).byte()
-        self.count[rows] = torch.where(changes, count, self.count[rows])
+
+        num_items = has_item.sum(1)
+        count = fixed_tokens + num_items
+        self.count[rows] = torch.where(changes, count.byte(), self.count[rows])
 
     def write_agents(self, heading: torch.Tensor, color: torch.Tensor) -> None:
         """Prepare anew where all agents (N,) look and what color they have."""
@@ -131,39 +161,50 @@ class TokenTable:
         cells precede a slot as end at or before it: a histogram, summed up. No cell or token is looked at in turn.
         """
         batch = len(out)
-        window = cell.int()[:, None] + self.window
-        code = grid.view(-1).index_select(0, window.view(-1)).view(batch, -1)
-        row = code + row_base.int()[:, None]
-        count = self.count.index_select(0, row.view(-1)).view(batch, -1)
+        device = self.table.device
+        agent_cell = cell.int()[:, None]
+        window = agent_cell + self.window
+        code = grid.view(-1).index_select(0, window.view(-1))
+        row = code.view(batch, -1) + row_base.int()[:, None]
+        count = self.count.index_select(0, row.view(-1))
+        count = count.view(batch, -1)
         end = count.cumsum(1, dtype=torch.int32)
+        num_tokens = end[:, -1]
         num_slots = len(self.slot)
         if not fixed_shapes:  # as far as any window reaches
-            num_slots = min(num_slots, int(end[:, -1].max()))
+            longest = int(num_tokens.max())
+            num_slots = min(num_slots, longest)
         cell_of_slot = self._cell_of_slot(end, num_slots)
 
         # Where a cell's tokens begin in `table`, less the slot at which they begin in the observation.
-        offset = torch.empty(batch, len(WINDOW) + 1, dtype=torch.int32, device=self.table.device)
+        first_empty = len(self.table) - TOKENS
+        offset = torch.empty(batch, len(WINDOW) + 1, dtype=torch.int32, device=device)
         offset[:, :-1] = (count - end).add_(row, alpha=WIDTH)
-        offset[:, -1] = len(self.table) - TOKENS - end[:, -1]  # behind the last cell: empty
-        source = offset.view(-1).index_select(0, cell_of_slot).view(batch, num_slots)
+        offset[:, -1] = first_empty - num_tokens  # behind the last cell: empty
+        source = offset.view(-1).index_select(0, cell_of_slot)
+        source = source.view(batch, num_slots)
         source = source.add_(self.slot[:num_slots])
         place = self.place.index_select(0, cell_of_slot)
         tokens = self.table.index_select(0, source.view(-1)).add_(place)
 
         # Byte by byte out of the 32-bit words: twice as fast as shifting, or as all three at once.
-        tokens = tokens.view(torch.uint8).view(batch, num_slots, 4)
+        token_bytes = tokens.view(torch.uint8).view(batch, num_slots, 4)
+        end_slot = HEADER + num_slots
         out[:, :HEADER, 0] = CENTRE
-        out[:, :HEADER, 1] = torch.arange(EPISODE, EPISODE + HEADER, device=self.table.device)
+        out[:, :HEADER, 1] = torch.arange(EPISODE, EPISODE + HEADER, device=device)
         out[:, :HEADER, 2] = header
         for byte in range(3):
-            out[:, HEADER : HEADER + num_slots, byte] = tokens[:, :, byte]
-        out[:, HEADER + num_slots :] = 255
-        return end[:, -1] + HEADER
+            out[:, HEADER:end_slot, byte] = token_bytes[:, :, byte]
+        out[:, end_slot:] = 255
+        return num_tokens + HEADER
 
     def _cell_of_slot(self, end: torch.Tensor, num_slots: int) -> torch.Tensor:
         """Which cell of its window each slot shows, (B * num_slots,), counted through all windows (B, cells + 1)."""
         batch, num_cells = end.shape
         cell = torch.zeros(batch, num_slots + 1, dtype=torch.int32, device=end.device)
-        cell[:, 0] = torch.arange(batch, dtype=torch.int32, device=end.device) * (num_cells + 1)
-        cell.scatter_add_(1, end.clamp(max=num_slots).long(), self.ones[:batch])
-        return cell.cumsum(1, dtype=torch.int32)[:, :num_slots].reshape(-1)
+        window_number = torch.arange(batch, dtype=torch.int32, device=end.device)
+        cell[:, 0] = window_number * (num_cells + 1)
+        end_slot = end.clamp(max=num_slots).long()
+        cell.scatter_add_(1, end_slot, self.ones[:batch])
+        cell = cell.cumsum(1, dtype=torch.int32)
+        return cell[:, :num_slots].reshape(-1)

@@ -29,7 +29,9 @@ class TokenView:
         self.window = window
         self.num_cells = rows * columns + 2
         self.num_channels = 0
-        self.center = rows // 2 << 4 | columns // 2
+        center_row = rows // 2
+        center_column = columns // 2
+        self.center = center_row << 4 | center_column
         self.orientation = None  # number of the feature: some games have no headings
 
         value = torch.arange(256)
@@ -50,9 +52,11 @@ class TokenView:
         position = torch.arange(256)
         row = position >> 4
         column = position & 15
-        cell = (row * columns + column).clamp(max=rows * columns - 1)  # by position
-        cell[self.GLOBAL :] = rows * columns
-        cell[self.FACED] = rows * columns + 1
+        window_cells = rows * columns
+        cell = row * columns + column  # by position
+        cell = cell.clamp(max=window_cells - 1)
+        cell[self.GLOBAL :] = window_cells
+        cell[self.FACED] = window_cells + 1
 
         ahead = torch.full((256,), self.center)  # by heading
         for heading, (down, right) in enumerate(MOVES):
@@ -100,7 +104,8 @@ class TokenView:
         length = is_token.sum(1)
         longest = int(length.max())
         tokens = self.mark_faced(tokens[:, :longest])
-        channel, cell, weight = self.lookup(tokens[is_token[:, :longest]])
+        is_token = is_token[:, :longest]
+        channel, cell, weight = self.lookup(tokens[is_token])
         index = channel * self.num_cells + cell
         start = F.pad(length.cumsum(0)[:-1], (1, 0))
         return index, start.int(), weight
