@@ -1416,13 +1416,6 @@ def test_a_gpu_names_the_flags_that_should_make_it_faster(run, capsys) -> None:
 
 @pytest.mark.gpu
 @CUDA
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_compile_modes_on_cuda(run, mode) -> None:
-    assert run(device="cuda", compile=True, compile_mode=mode)[0]["compiled"]
-
-
-@pytest.mark.gpu
-@CUDA
 def test_workers_feed_a_gpu(run) -> None:
     """Pinned memory, copies that nothing waits for: with weights that do not move the policy ratio stays 1."""
     flags = dict(vec_env="subproc", num_workers=2, async_factor=2, learning_rate=1e-12, ent_coef=0.0)
