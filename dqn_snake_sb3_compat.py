@@ -1788,9 +1788,13 @@ def parse_args() -> tuple[Args, dict[str, str]]:
 
 if __name__ == "__main__":
     try:
+        sys.stdout.reconfigure(line_buffering=True)  # else the end of --help is written at exit
         main(*parse_args())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except BrokenPipeError:  # nobody reads --help any more (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except (OSError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             fail("out of memory: a smaller --batch-size, --buffer-size, --num-envs or --eval-episodes works")

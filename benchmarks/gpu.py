@@ -73,6 +73,7 @@ GPU_SWITCHES = {
     "transformer": ["", "--bf16"],
 }
 GPU_COMPILED = {"snake": ["--compile", "--bf16 --compile --cudagraph"], "arena": ["--bf16 --compile --cudagraph"]}
+RUN_COLUMNS = "peak GiB | what was active"  # the last two of a table of runs
 PRELOADED = ["torch", "torch._dynamo", "torch.utils.flop_counter", "torch.utils.tensorboard", "gymnasium.vector"]
 PRELOADED += ["tyro", "tensorboard.backend.event_processing.event_accumulator"]  # by what rows are forked from
 
@@ -254,26 +255,36 @@ def gpu_plan(sizes: GpuSizes, device: torch.device) -> list[tuple]:
 
 def gpu_tables(raw: dict) -> str:
     """The tables of what has been measured so far. A row of which nothing was found says why."""
-    rows = raw["rows"]
-    peak = rows["matmul"][str(raw["sizes"]["matmul_side"])].get("found")  # the first row of all
+    tables = {
+        "matmul": matmul_table,
+        "snake": snake_table,
+        "food": food_table,
+        "snake alone": snake_alone_table,
+        "arena": arena_table,
+        "arena alone": arena_alone_table,
+        "transformer": transformer_table,
+    }
+    return "\n\n".join(make_table(raw) for part, make_table in tables.items() if part in raw["rows"])
 
-    def times(one: dict, scalar: str, part: str, name: str) -> str:
-        """How many times what the row `name` has."""
-        other = rows[part].get(name, {}).get("found")
-        if other is None or not other["steady"][scalar]:
-            return "–"
-        return f"{one['steady'][scalar] / other['steady'][scalar]:.2f}"
 
-    def matmul(name: str, rate: float) -> list[str]:
+def matmul_table(raw: dict) -> str:
+    def cells(name: str, rate: float) -> list[str]:
         return [f"{rate / 1e12:,.1f}"]
 
-    def snake(name: str, one: dict) -> list[str]:
+    return gpu_table("side of a bf16 matmul | TFLOP/s", raw["rows"]["matmul"], cells)
+
+
+def snake_table(raw: dict) -> str:
+    rows = raw["rows"]["snake"]
+    peak = raw["rows"]["matmul"][str(raw["sizes"]["matmul_side"])].get("found")  # the first row of all
+
+    def cells(name: str, one: dict) -> list[str]:
         steady = one["steady"]
         learning = steady["charts/samples_per_second"] / max(1 - steady["perf/rollout_fraction"], 1e-9)
         flops = learning / one["args"]["batch_size"] * one["update_flops"]
         return [
             f"{steady['charts/SPS']:,.0f}",
-            times(one, "charts/SPS", "snake", ""),
+            ratio_to_row(one, "charts/SPS", rows, ""),
             f"{steady['charts/samples_per_second']:,.0f}",
             f"{learning:,.0f}",
             f"{flops / 1e12:,.1f}",
@@ -282,51 +293,64 @@ def gpu_tables(raw: dict) -> str:
             *memory_and_switches(one),
         ]
 
-    def food(name: str, one: dict) -> list[str]:
+    header = f"`dqn_snake.py {raw['sizes']['snake']}` | env steps/s | × | samples/s | samples/s while learning"
+    header += f" | TFLOP/s then | of the matmul's | replay ratio | {RUN_COLUMNS}"
+    return gpu_table(header, rows, cells)
+
+
+def food_table(raw: dict) -> str:
+    def cells(name: str, one: dict) -> list[str]:
         readings = [f"{score:.1f} after {seconds:.0f} s" for seconds, score in one["curve"]]
         return [" · ".join(readings), f"{one['eval_score_max']:.0f}", f"{one['env_steps_per_second']:,.0f}"]
 
-    def snake_alone(name: str, rates: list[float]) -> list[str]:
+    header = "`dqn_snake.py` | mean food after so many seconds of training | best game | env steps/s"
+    return gpu_table(header, raw["rows"]["food"], cells)
+
+
+def snake_alone_table(raw: dict) -> str:
+    def cells(name: str, rates: list[float]) -> list[str]:
         return [f"{rates[0]:,.0f}"]
 
-    def arena(name: str, one: dict) -> list[str]:
+    return gpu_table("games of Snake alone | env steps/s", raw["rows"]["snake alone"], cells)
+
+
+def arena_table(raw: dict) -> str:
+    rows = raw["rows"]["arena"]
+
+    def cells(name: str, one: dict) -> list[str]:
         steady = one["steady"]
         return [
             f"{steady['charts/SPS']:,.0f}",
-            times(one, "charts/SPS", "arena", ""),
+            ratio_to_row(one, "charts/SPS", rows, ""),
             f"{steady['perf/rollout_fraction']:.0%}",
             f"{steady['charts/replay_ratio']:.2f}",
             *memory_and_switches(one),
         ]
 
-    def arena_alone(name: str, rate: float) -> list[str]:
+    header = f"`ppo_metta.py` | agent steps/s | × | in rollouts | replay ratio | {RUN_COLUMNS}"
+    return gpu_table(header, rows, cells)
+
+
+def arena_alone_table(raw: dict) -> str:
+    def cells(name: str, rate: float) -> list[str]:
         return [f"{rate:,.0f}"]
 
-    def transformer(name: str, one: dict) -> list[str]:
+    return gpu_table("arenas alone | agent steps/s", raw["rows"]["arena alone"], cells)
+
+
+def transformer_table(raw: dict) -> str:
+    rows = raw["rows"]["transformer"]
+
+    def cells(name: str, one: dict) -> list[str]:
         batch = name.split(",")[0]
         return [
             f"{one['steady']['charts/samples_per_second']:,.0f}",
-            times(one, "charts/samples_per_second", "transformer", f"{batch}, SB3"),
+            ratio_to_row(one, "charts/samples_per_second", rows, f"{batch}, SB3"),
             f"{one['steady']['charts/updates_per_second']:.2f}",
             *memory_and_switches(one),
         ]
 
-    end = "peak GiB | what was active"
-    snake_header = f"`dqn_snake.py {raw['sizes']['snake']}` | env steps/s | × | samples/s | samples/s while learning"
-    columns = {
-        "matmul": ("side of a bf16 matmul | TFLOP/s", matmul),
-        "snake": (f"{snake_header} | TFLOP/s then | of the matmul's | replay ratio | {end}", snake),
-        "food": ("`dqn_snake.py` | mean food after so many seconds of training | best game | env steps/s", food),
-        "snake alone": ("games of Snake alone | env steps/s", snake_alone),
-        "arena": (f"`ppo_metta.py` | agent steps/s | × | in rollouts | replay ratio | {end}", arena),
-        "arena alone": ("arenas alone | agent steps/s", arena_alone),
-        "transformer": (f"batch of the transformer | samples/s | × | updates/s | {end}", transformer),
-    }
-    texts = []
-    for part, (header, cells) in columns.items():
-        if part in rows:
-            texts.append(gpu_table(header, rows[part], cells))
-    return "\n\n".join(texts)
+    return gpu_table(f"batch of the transformer | samples/s | × | updates/s | {RUN_COLUMNS}", rows, cells)
 
 
 def gpu_table(header: str, rows: dict[str, dict], cells: Callable[[str, Any], list[str]]) -> str:
@@ -341,8 +365,16 @@ def gpu_table(header: str, rows: dict[str, dict], cells: Callable[[str, Any], li
     return markdown_table(header, lines)
 
 
+def ratio_to_row(one: dict, scalar: str, rows: dict[str, dict], name: str) -> str:
+    """How many times the `scalar` of the row `name` one has."""
+    other = rows.get(name, {}).get("found")
+    if other is None or not other["steady"][scalar]:
+        return "–"
+    return f"{one['steady'][scalar] / other['steady'][scalar]:.2f}"
+
+
 def memory_and_switches(one: dict) -> list[str]:
-    """What stands at the end of the row of a run."""
+    """The cells of RUN_COLUMNS."""
     return [f"{one['peak_memory_gib']:.2f}", active_switches(one)]
 
 

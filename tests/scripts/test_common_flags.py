@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+import subprocess
 import sys
 
 import pytest
 import torch
-from small_runs import load, refusal
+from small_runs import ROOT, load, refusal
 
 
 def test_help_shows_every_flag(script, capsys) -> None:
@@ -16,6 +17,25 @@ def test_help_shows_every_flag(script, capsys) -> None:
     said = capsys.readouterr().out
     for field in dataclasses.fields(script.module.Args):
         assert f"--{field.name.replace('_', '-')}" in said
+
+
+WRITTEN_AT_EXIT = """
+import runpy, sys
+sys.stdout = open(1, "w", buffering=2**20)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["-c", WRITTEN_AT_EXIT]], ids=["at once", "at exit"])
+def test_help_that_nobody_reads_is_no_error(script, options) -> None:
+    """`--help | head -1`: what is left of it is written at once, or from a buffer when the program ends."""
+    command = [sys.executable, *options, f"{script.name}.py", "--help"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        run.stdout.close()
+        said = run.stderr.read()
+    assert said == ""
+    assert run.returncode == 141
 
 
 def each(value: float, names: str) -> list[dict]:

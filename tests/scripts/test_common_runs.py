@@ -383,3 +383,14 @@ def test_nothing_that_only_unix_has_is_needed(script) -> None:
     assert done.returncode == 0, done.stderr
     assert list(script.folder.glob("run/videos/*.gif"))
     assert json.loads((script.folder / "run" / "summary.json").read_text())["peak_memory_gib"] is None
+
+
+# ------------------------------------------------------------------------------------------------ CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("script", ["dqn_snake", "ppo_metta"], indirect=True)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_compile_modes_on_cuda(script, mode) -> None:
+    assert script.run(device="cuda", compile=True, compile_mode=mode)[0]["compiled"]

@@ -516,10 +516,3 @@ def test_graphs_learn_what_eager_learns(run, flags) -> None:
     for name, value in expected.items():
         if name.startswith("q_network"):
             torch.testing.assert_close(got[name], value, atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.gpu
-@CUDA
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_compile_modes_on_cuda(run, mode) -> None:
-    assert run(device="cuda", compile=True, compile_mode=mode, total_timesteps=1200)[0]["compiled"]
