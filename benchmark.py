@@ -25,6 +25,7 @@ Suites, with their tables, and how long they take on two cores:
     switches: every switch alone and together                                           40 minutes
     scaling: cost as games, batch, board and agents grow                                30 minutes
     learn: score after one, two and ten minutes, three seeds                                1 hour
+    ppo-snake-learn: score and boards filled after one and two minutes, three seeds     12 minutes
     time-to-score: seconds to 5, 10, 20, 30 food beside SB3, up to 20 minutes a run      70 minutes
     time-to-hearts, time-to-distance: the same in the arena and in Mario                 3 hours
     all: all of them. --suite also takes the name of a single table
@@ -42,10 +43,23 @@ from pathlib import Path
 import torch
 import tyro
 
-from benchmarks import all_scripts, gpu, harness, mario, metta, metta_speed, plots, report, sb3_compat, snake, time_to
+from benchmarks import (
+    all_scripts,
+    gpu,
+    harness,
+    mario,
+    metta,
+    metta_speed,
+    plots,
+    ppo_snake,
+    report,
+    sb3_compat,
+    snake,
+    time_to,
+)
 from benchmarks.harness import SUITES, Options, fail
 
-TABLE_FILES = [snake, sb3_compat, metta, metta_speed, mario, all_scripts, time_to, gpu]  # their tables are registered
+TABLE_FILES = [snake, ppo_snake, sb3_compat, metta, metta_speed, mario, all_scripts, time_to, gpu]  # with their tables
 
 
 def check_options(options: Options, names: list[str], device: torch.device) -> None:

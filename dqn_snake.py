@@ -42,7 +42,7 @@ from envs.snake_view import EgocentricView
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 
 
 @dataclass
@@ -309,8 +309,9 @@ SHAPE_FLAGS = "--network, --hidden-size, --board"  # those that the shapes of th
 class QNetwork(nn.Module):
     """Q-values of the four actions (B, 4), fp32, from observations (B, rows, columns).
 
-    `preprocess` has no parameters, so the online and the target network share its result. The trunk is turned with the
-    snake: its outputs are left, ahead and right. A reversal means keep going, so it is worth what ahead is worth.
+    `preprocess` has no parameters, so the online and the target network share its result. The trunk sees the board
+    turned with the snake, and mirrored if its food is on the left: its outputs are left, ahead and right there. A
+    reversal means keep going, so it is worth what ahead is worth.
     """
 
     LEFT, AHEAD, RIGHT = 0, 1, 2
@@ -326,13 +327,11 @@ class QNetwork(nn.Module):
             self.trunk = MLP(view, args.hidden_size, device)
         self.head = nn.Linear(args.hidden_size, 3, device=device)
         output_of_turn = torch.tensor([self.AHEAD, self.RIGHT, self.AHEAD, self.LEFT])
-        direction = torch.arange(4)
-        turn = (direction - direction[:, None]) % 4  # (heading, action): quarter turns to the right
-        self.output_index = output_of_turn[turn].to(device)
+        self.output_index = output_of_turn[view.turn].to(device)
 
-    def q_values(self, heading: torch.Tensor, *features: torch.Tensor) -> torch.Tensor:
+    def q_values(self, orientation: torch.Tensor, *features: torch.Tensor) -> torch.Tensor:
         outputs = self.head(self.trunk(*features)).float()
-        return outputs.gather(1, self.output_index[heading])
+        return outputs.gather(1, self.output_index[orientation])
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         return self.q_values(*self.preprocess(obs))
@@ -439,13 +438,26 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
         if steps % 16 == 0:  # sync: only first games need another forward pass
             playing = (~done).nonzero().squeeze(1)
     score = score.double()
+    full_boards = won.double().mean().item()
+    lowest, highest = wilson_interval(full_boards, episodes)
     return {
         "eval_score_mean": score.mean().item(),
         "eval_score_median": score.median().item(),
         "eval_score_max": score.max().item(),
-        "eval_full_boards": won.double().mean().item(),
+        "eval_full_boards": full_boards,
+        "eval_full_boards_lowest": lowest,
+        "eval_full_boards_highest": highest,
         "eval_episodes": episodes,
     }
+
+
+def wilson_interval(share: float, trials: int) -> tuple[float, float]:
+    """95 % confidence interval of a share of so many trials (Wilson 1927)."""
+    z = 1.96
+    scale = 1 + z**2 / trials
+    middle = (share + z**2 / (2 * trials)) / scale
+    margin = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2) / scale
+    return max(middle - margin, 0.0), min(middle + margin, 1.0)
 
 
 def watch_game(q_network: QNetwork, args: Args, device: torch.device, render_mode: str) -> Iterator:

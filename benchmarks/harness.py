@@ -36,6 +36,7 @@ SUITES = {
     "switches": ["switches"],
     "scaling": ["scaling"],
     "learn": ["learn"],
+    "ppo-snake-learn": ["ppo-snake-learn"],
     "time-to-score": ["time-to-score"],
     "time-to-hearts": ["time-to-hearts"],
     "time-to-distance": ["time-to-distance"],

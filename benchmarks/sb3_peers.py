@@ -17,7 +17,9 @@ from benchmarks.harness import Options, measure_rate
 from benchmarks.metta_parts import RuleBooks, metta_args, metta_envs, metta_network, rollout_sizes
 from envs import mario
 from envs.mario_batch import MarioEnv
+from envs.snake import MOVES
 from envs.snake_batch import SnakeBatch
+from envs.snake_view import EgocentricView
 
 FOREVER = 10**9  # steps: time ends it
 
@@ -124,7 +126,24 @@ class RelativeActions(gymnasium.ActionWrapper):
         self.action_space = gymnasium.spaces.Discrete(3)
 
     def action(self, action: int) -> int:
-        return (self.unwrapped.heading + int(action) - 1) % 4
+        env = self.unwrapped
+        columns = env.rules.board[1]
+        head_row, head_column = divmod(env.body[-1], columns)
+        food_row, food_column = divmod(env.food, columns)
+        right_row, right_column = MOVES[(env.heading + 1) % 4]
+        steps_right = (food_row - head_row) * right_row + (food_column - head_column) * right_column
+        turn = int(action) - 1
+        if steps_right < 0:  # the view is mirrored
+            turn = -turn
+        return (env.heading + turn) % 4
+
+
+def absolute_actions(view: EgocentricView, obs: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    """The same for many games at once."""
+    _, orientation, _, _, _ = view.locate(obs)
+    turn = action - 1
+    turn = torch.where(orientation % 2 == 1, -turn, turn)
+    return (orientation // 2 + turn) % 4
 
 
 class SnakeView(torch.nn.Module):
@@ -136,7 +155,7 @@ class SnakeView(torch.nn.Module):
 
     def __init__(self, space: gymnasium.spaces.Box, width: int, device: str) -> None:
         super().__init__()
-        self.view = dqn_snake.EgocentricView(space.shape, torch.device(device))
+        self.view = EgocentricView(space.shape, torch.device(device))
         self.trunk = dqn_snake.MLP(self.view, width, torch.device(device)) if width else None
         self.features_dim = width or 3 * self.view.num_features + self.view.side**2
 
@@ -207,10 +226,11 @@ def greedy_score(model: Any, relative_actions: bool, episodes: int = 100) -> flo
     obs = envs.reset()
     score = torch.zeros(episodes)
     done = torch.zeros(episodes, dtype=torch.bool)
+    view = EgocentricView(envs.rules.board, envs.device)
     while not done.all():
         action = torch.as_tensor(model.predict(obs.numpy(), deterministic=True)[0])
         if relative_actions:
-            action = (envs.heading + action - 1) % 4
+            action = absolute_actions(view, obs, action)
         obs, _, terminated, truncated, info = envs.step(action)
         ends = (terminated | truncated) & ~done
         score = torch.where(ends, info["score"].float(), score)

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 from PIL import Image
 
-MAX_GIF_FRAMES = 1_000  # a snake that goes in circles would have tens of thousands
+MAX_GIF_FRAMES = 2_000  # a snake that goes in circles would have tens of thousands
 MAX_GIF_SIDE = 640  # pixels; larger frames are shrunk
 
 

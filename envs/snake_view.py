@@ -1,4 +1,5 @@
-"""The board as the snake sees it: turned until the snake heads up, and centred on its head."""
+"""The board as the snake sees it: turned until the snake heads up, mirrored if its food is on the left, and centred
+on its head."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +7,7 @@ import torch.nn.functional as F
 from envs.snake import BODY, FOOD, HEAD, MOVES
 
 NUM_CODES = 10
-NUM_HEADINGS = 4
+NUM_ORIENTATIONS = 8  # 2 * heading, and 1 more on a mirrored board
 CELL_FEATURES = [  # of a cell, by its code on the turned board: free, ahead, right
     [1, 0, 0],  # empty
     [1, 0, 0],  # food
@@ -41,7 +42,10 @@ class EgocentricView:
         moves = torch.tensor(MOVES)
         back = -moves
         right = moves.roll(-1, 0)
-        self.axes = torch.stack([back, right], 1)  # (heading, 2, 2): the turned board's axes as steps in row and column
+        turned = torch.stack([back, right], 1)
+        mirrored = torch.stack([back, -right], 1)
+        axes = torch.stack([turned, mirrored], 1)
+        self.axes = axes.flatten(0, 1)  # (orientation, 2, 2): the turned board's axes as steps in row and column
         self._make_sources(device)
         self._make_feature_source(device)
         self._make_turned(device)
@@ -62,7 +66,7 @@ class EgocentricView:
         self.sources = sources.to(device)
 
     def _make_feature_source(self, device: torch.device) -> None:
-        """Which column of `sources` a feature is, for (heading, head cell, feature)."""
+        """Which column of `sources` a feature is, for (orientation, head cell, feature)."""
         span = range(-self.reach, self.reach + 1)
         offsets = grid(span, span)
         is_near = distance(offsets) <= self.NEAR
@@ -82,8 +86,8 @@ class EgocentricView:
         self.feature_source = feature_source.short().to(device)
 
     def _cell_at(self, offsets: torch.Tensor, margin: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cell of the board with a margin around it, for (heading, head cell, offset), and whether there is one."""
-        steps = offsets @ self.axes  # (heading, offset, 2)
+        """Cell of the board with a margin around it, for (orientation, head cell, offset), and whether there is one."""
+        steps = offsets @ self.axes  # (orientation, offset, 2)
         heads = self.cells[:, None] + margin
         positions = heads + steps[:, None]
         row, column = positions.unbind(3)
@@ -95,27 +99,36 @@ class EgocentricView:
         return cell, row_fits & column_fits
 
     def _make_turned(self, device: torch.device) -> None:
-        """Codes, their features, and positions on the turned board, by heading."""
+        """Codes, their features, and positions on the turned board, by orientation."""
+        orientation = torch.arange(NUM_ORIENTATIONS)[:, None]
+        heading = orientation // 2
+        is_mirrored = orientation % 2 == 1
+
+        def turn(direction: torch.Tensor) -> torch.Tensor:
+            quarters = direction - heading
+            return torch.where(is_mirrored, -quarters, quarters) % 4
+
+        self.turn = turn(torch.arange(4))  # (orientation, move): 0 ahead, 1 right, 2 back, 3 left
+        move_of_turn = self.turn.argsort(1)
+        self.move = move_of_turn[:, [3, 0, 1]].to(device)  # (orientation, 0 left, 1 ahead, 2 right): where that leads
         code = torch.arange(NUM_CODES)
-        heading = torch.arange(NUM_HEADINGS)[:, None]
         direction = (code - BODY) % 4
-        turned_direction = (direction - heading) % 4
+        turned_direction = turn(direction)
         turned_snake = code - direction + turned_direction
         turned_code = torch.where(code < BODY, code, turned_snake)
         self.turned_code = turned_code.to(device)
 
-        code_features = torch.tensor(CELL_FEATURES).float()
-        cell_features = code_features[turned_code]
-        cell_features = cell_features.view(NUM_HEADINGS * NUM_CODES, 3)
+        cell_features = torch.tensor(CELL_FEATURES).float()[turned_code]
+        cell_features = cell_features.view(NUM_ORIENTATIONS * NUM_CODES, 3)
         self.cell_features = cell_features.to(device)
 
         row_step, column_step = self.axes.unbind(1)
         index_step = self.side * row_step + column_step
-        turned_index = index_step @ self.cells.T  # (heading, cell)
+        turned_index = index_step @ self.cells.T  # (orientation, cell)
         self.turned_index = turned_index.to(device)
 
     def locate(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Flat codes (B, cells), heading, head cell, and the positions of cell 0 and of the food, (B,) each."""
+        """Flat codes (B, cells), orientation, head cell, and the positions of cell 0 and of the food, (B,) each."""
         codes = obs.flatten(1)
         is_head = codes >= HEAD
         head = is_head.byte().argmax(1)
@@ -123,27 +136,31 @@ class EgocentricView:
         food = is_food.byte().argmax(1)
         head_code = codes.gather(1, head[:, None]).squeeze(1)
         heading = head_code.int() - HEAD
-        origin = self.center - self.turned_index[heading, head]
-        food_position = origin + self.turned_index[heading, food]
-        return codes, heading, head, origin, food_position
+        orientation = 2 * heading
+        food_step = self.turned_index[orientation, food] - self.turned_index[orientation, head]
+        food_column = (self.center + food_step) % self.side
+        orientation += food_column < self.reach
+        origin = self.center - self.turned_index[orientation, head]
+        food_position = origin + self.turned_index[orientation, food]
+        return codes, orientation, head, origin, food_position
 
     def features(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Heading (B,), features (B, 3, num_features) and position of the food (B,), from codes (B, rows, columns)."""
-        codes, heading, head, _, food_position = self.locate(obs)
-        first_row = NUM_CODES * heading[:, None]
+        """Orientation (B,), features (B, 3, num_features) and food position (B,), from codes (B, rows, columns)."""
+        codes, orientation, head, _, food_position = self.locate(obs)
+        first_row = NUM_CODES * orientation[:, None]
         cell_features = F.embedding(codes + first_row, self.cell_features)
         all_features = cell_features.mT @ self.sources
-        source = self.feature_source[heading, head].long()
+        source = self.feature_source[orientation, head].long()
         source = source[:, None].expand(-1, 3, -1)
         features = all_features.gather(2, source)
-        return heading, features, food_position
+        return orientation, features, food_position
 
     def tokens(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Heading (B,), turned codes (B, cells), positions (B, cells), head cell (B,) and position of the food (B,)."""
-        codes, heading, head, origin, food_position = self.locate(obs)
-        turned_codes = self.turned_code[heading[:, None], codes.int()]
-        positions = origin[:, None] + self.turned_index[heading]
-        return heading, turned_codes, positions, head, food_position
+        """Orientation (B,), turned codes and positions (B, cells), head cell (B,) and position of the food (B,)."""
+        codes, orientation, head, origin, food_position = self.locate(obs)
+        turned_codes = self.turned_code[orientation[:, None], codes.int()]
+        positions = origin[:, None] + self.turned_index[orientation]
+        return orientation, turned_codes, positions, head, food_position
 
 
 def grid(rows: range, columns: range) -> torch.Tensor:

@@ -22,22 +22,24 @@ FLAGS = {
     " --eval-episodes 6",
     "dqn_snake": "--board 4x4 --num-envs 8 --batch-size 16 --learning-starts 8 --buffer-size 800 --hidden-size 16"
     " --exploration-fraction 1 --eval-episodes 8",
+    "ppo_snake": "--board 4x4 --num-envs 8 --num-steps 4 --num-minibatches 2 --hidden-size 16 --eval-episodes 8",
     "dqn_snake_sb3_compat": "--board 8x8 --num-envs 2 --batch-size 8 --learning-starts 4 --buffer-size 400"
     " --train-freq 1 --target-update-interval 8 --exploration-fraction 0.01 --eval-episodes 2",
     "dqn_mario_async": "--num-collectors 0 --envs-per-collector 2 --ring-blocks 4 --buffer-size 600 --batch-size 4"
     " --learning-starts 40 --channels 2 --hidden-size 16 --size 48 --eval-episodes 2",
 }
-STEPS = {"dqn_snake": 80, "dqn_snake_sb3_compat": 24, "ppo_metta": 6 * 96, "dqn_mario_async": 64}
-ROUND = {"dqn_snake": 8, "dqn_snake_sb3_compat": 2, "ppo_metta": 96, "dqn_mario_async": 2}
+STEPS = {"dqn_snake": 80, "ppo_snake": 320, "dqn_snake_sb3_compat": 24, "ppo_metta": 6 * 96, "dqn_mario_async": 64}
+ROUND = {"dqn_snake": 8, "ppo_snake": 32, "dqn_snake_sb3_compat": 2, "ppo_metta": 96, "dqn_mario_async": 2}
 # At most so many launches for a step of all games (of a ring that is read), and for an update.
 LAUNCHES = {
     "dqn_snake": (295, 150),
+    "ppo_snake": (330, 100),
     "dqn_snake_sb3_compat": (13, 82),
     "ppo_metta": (1_550, 510),
     "dqn_mario_async": (30, 210),
 }
 # Where the training loop may wait, and how often for each step (or ring that is read): these games are on the CPU.
-WAITS = {"dqn_snake": 0, "ppo_metta": 0, "dqn_snake_sb3_compat": 8, "dqn_mario_async": 1}
+WAITS = {"dqn_snake": 0, "ppo_snake": 0, "ppo_metta": 0, "dqn_snake_sb3_compat": 8, "dqn_mario_async": 1}
 
 
 def seen(script: str, tmp_path: Path, *runs: str) -> list[dict[str, Any]]:

@@ -26,12 +26,16 @@ import envs.snake_batch
 import envs.snake_view
 import envs.vector_envs
 import ppo_metta
+import ppo_snake
 
 ROOT = Path(__file__).parent.parent
 ALL = dict(device="cuda", eval_every=0, log_every=1e-9, video=False, threads=1)  # logs in every round
 SNAKE = dict(
     board="6x6", num_envs=8, batch_size=16, buffer_size=100, learning_starts=16, total_timesteps=200, hidden_size=16,
     exploration_fraction=1.0, checkpoint_replay=True,
+)  # fmt: skip
+PPO = dict(
+    board="6x6", num_envs=8, num_steps=4, num_minibatches=2, total_timesteps=400, hidden_size=16,
 )  # fmt: skip
 COMPAT = dict(
     env_id="SnakeOneHot-v0", board="6x6", num_envs=2, batch_size=8, buffer_size=100, learning_starts=8,
@@ -49,6 +53,7 @@ MARIO = dict(
 )  # fmt: skip
 SCRIPTS = {  # flags of every run, and the number of graphs
     dqn_snake: (SNAKE, 2),
+    ppo_snake: (PPO, 3),
     dqn_snake_sb3_compat: (COMPAT, 1),
     ppo_metta: (METTA, 4),
     dqn_mario_async: (MARIO, 1),
@@ -59,6 +64,7 @@ COMBINATIONS = {
         {}, *HALF, {"network": "attention"}, {"network": "attention", "bf16": True}, {"double": False},
         {"anneal_lr": False, "tau": 1.0},
     ],
+    ppo_snake: [{}, *HALF, {"anneal_lr": False, "ent_coef": 0.0}],
     dqn_snake_sb3_compat: [
         {}, *HALF, {"gradient_steps": -1}, {"policy": "transformer"}, {"policy": "transformer", "bf16": True},
     ],
@@ -143,7 +149,9 @@ def test_graphs_lead_where_the_loop_leads(monkeypatch, tmp_path, script, flags) 
     assert not different(eager, graphs)
 
 
-@pytest.mark.parametrize("script", [dqn_snake, ppo_metta, dqn_mario_async], ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    "script", [dqn_snake, ppo_snake, ppo_metta, dqn_mario_async], ids=lambda script: script.__name__
+)
 def test_an_update_that_cannot_be_captured_leads_there_too(monkeypatch, tmp_path, capsys, script) -> None:
     """In float16: the capture fails where the scaler has unscaled the gradients, and knows it."""
     _, eager, _ = train(monkeypatch, script, tmp_path, fp16=True)

@@ -89,6 +89,8 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
         return {ALTERNATE: alternate(*rounds), "harness.free_gib": lambda device: math.inf}
     if name == "learn":
         return {RUN: runs(*found["runs"]), EVAL_CURVE: lambda folder: []}
+    if name == "ppo-snake-learn":
+        return {RUN: runs(*found["runs"])}
     if name == "sb3-speed":
         cases = []
         for rates in found["rates"].values():

@@ -12,6 +12,7 @@ import dqn_mario_async
 import ppo_metta
 from benchmarks import metta_parts, sb3_peers
 from envs.snake import SnakeEnv
+from envs.snake_view import EgocentricView
 
 
 def test_who_learns_is_tested_after_a_while_and_after_a_twentieth_of_its_time(monkeypatch) -> None:
@@ -35,9 +36,24 @@ def test_who_learns_is_tested_after_a_while_and_after_a_twentieth_of_its_time(mo
 def test_sb3_sees_and_moves_as_ours_does() -> None:
     env = sb3_peers.RelativeActions(SnakeEnv())
     env.reset(seed=1)
-    for action, heading in ((0, 0), (1, 0), (2, 1), (2, 2), (0, 1)):  # left of right is up, ahead, right again ...
-        env.step(action)
-        assert env.unwrapped.heading == heading
+    game = env.unwrapped
+    view = EgocentricView(game.rules.board, CPU)
+    mirrored = set()
+    for number in range(60):
+        obs = torch.as_tensor(game.codes())[None]
+        orientation = view.locate(obs)[1].item()
+        is_mirrored = orientation % 2
+        mirrored.add(is_mirrored)
+        sign = -1 if is_mirrored else 1
+        for action, turn in ((0, -sign), (1, 0), (2, sign)):  # left, ahead, right
+            absolute = (game.heading + turn) % 4
+            assert env.action(action) == absolute
+            assert sb3_peers.absolute_actions(view, obs, torch.tensor([action])).item() == absolute
+        _, _, terminated, _, _ = env.step(number % 3)
+        if terminated:
+            env.reset()
+    assert mirrored == {0, 1}
+    env.reset()
     flat = sb3_peers.SnakeView(env.observation_space, 0, "cpu")
     obs = torch.as_tensor(env.unwrapped.codes())[None]
     _, seen, food = flat.view.features(obs)

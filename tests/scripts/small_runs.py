@@ -23,6 +23,15 @@ SMALL = {
         total_timesteps=1200,
         eval_episodes=10,
     ),
+    "ppo_snake": dict(
+        board="6x6",
+        num_envs=24,
+        num_steps=5,
+        num_minibatches=4,
+        hidden_size=32,
+        total_timesteps=1200,
+        eval_episodes=10,
+    ),
     "dqn_snake_sb3_compat": dict(
         env_id="Snake-v0",
         board="6x6",
@@ -60,6 +69,7 @@ SMALL = {
 }
 OTHER_SHAPE = {  # flags of a network with other weights
     "dqn_snake": dict(hidden_size=64),
+    "ppo_snake": dict(hidden_size=64),
     "dqn_snake_sb3_compat": dict(policy="transformer", env_id="SnakeOneHot-v0"),
     "ppo_metta": dict(hidden_size=32),
     "dqn_mario_async": dict(hidden_size=32),

@@ -45,6 +45,7 @@ def test_a_network_of_another_shape_is_refused(script, trained, capsys, flag) ->
 
 OTHER_GAMES = [
     ("dqn_snake", dict(num_envs=1)),
+    ("ppo_snake", dict(num_envs=64)),
     ("dqn_snake", dict(num_envs=64)),
     ("dqn_snake", dict(network="attention")),
     ("dqn_snake_sb3_compat", dict(num_envs=64)),
@@ -106,7 +107,7 @@ MALFORMED = {
     "seconds that are none": part("elapsed", None),
     "args as a list": part("args", [1, 2]),
     "a script of another name": part("script", "another"),
-    "another version": part("version", 1),
+    "another version": part("version", 99),
     "no version": lambda saved: saved.pop("version"),
 }
 

@@ -83,6 +83,18 @@ BAD_OF = {
         dict(buffer_size=10**12),
         dict(hidden_size=30, network="attention"),
     ],
+    "ppo_snake": [
+        *each(0, "num_envs hidden_size num_steps num_minibatches update_epochs clip_coef"),
+        *each(-1, "num_envs num_steps gae_lambda ent_coef vf_coef"),
+        *each(1.5, "gae_lambda"),
+        dict(ent_coef=math.inf),
+        dict(num_minibatches=7),
+        dict(num_minibatches=240),
+        dict(board="3x3"),
+        dict(board="axb"),
+        dict(num_envs=10**10),
+        dict(num_steps=10**10),
+    ],
     "dqn_snake_sb3_compat": [
         *each(0, "num_envs batch_size buffer_size train_freq gradient_steps episodes tau"),
         dict(learning_starts=-1),

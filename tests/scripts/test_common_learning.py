@@ -38,7 +38,7 @@ def test_td_target_is_double_and_stops_at_termination(script) -> None:
 @pytest.mark.parametrize("log_every", [1e-9, 1e9], ids=["seen by a log", "seen by a checkpoint"])
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(script, capsys, log_every) -> None:
     """The step size is far too large. The first update alone leaves finite weights."""
-    one_update = dict(num_minibatches=1) if script.name == "ppo_metta" else {}
+    one_update = dict(num_minibatches=1, update_epochs=1) if script.name.startswith("ppo") else {}
     capsys.readouterr()
     with pytest.raises(SystemExit) as error:
         script.run(learning_rate=1e18, log_every=log_every, checkpoint_every=1e-9, **one_update)
@@ -98,7 +98,7 @@ def test_switches_that_cannot_be_active_say_so_in_one_line(script, capsys) -> No
     assert not summary["cudagraph"]
 
 
-WITH_BF16_ADVICE = ["dqn_snake", "ppo_metta", "dqn_mario_async"]
+WITH_BF16_ADVICE = ["dqn_snake", "ppo_snake", "ppo_metta", "dqn_mario_async"]
 
 
 @pytest.mark.parametrize("speedup, bf16, says", [(2.0, False, True), (1.0, False, False), (2.0, True, False)])
@@ -110,7 +110,7 @@ def test_a_run_says_where_bf16_would_be_faster(script, monkeypatch, capsys, spee
     assert ("--bf16 learns faster here" in capsys.readouterr().out) == says
 
 
-@pytest.mark.parametrize("script", DQN, indirect=True)
+@pytest.mark.parametrize("script", [*DQN, "ppo_snake"], indirect=True)
 def test_bf16_is_close_to_fp32_and_learns_otherwise(script, monkeypatch) -> None:
     fp32 = weights_of(script.run(run_name="fp32")[1])
     monkeypatch.setattr(script.module, "pick_precision", lambda *_: torch.bfloat16)
@@ -123,6 +123,7 @@ def test_bf16_is_close_to_fp32_and_learns_otherwise(script, monkeypatch) -> None
 
 COMPILED = {  # flags, and how far the weights of both runs may lie apart: absolute and relative
     "dqn_snake": ({}, 1e-3, 1e-3),
+    "ppo_snake": ({}, 1e-3, 1e-3),
     "ppo_metta": (dict(bptt_horizon=4, total_timesteps=2 * 384), 1e-4, 1e-3),
     "dqn_mario_async": (dict(total_timesteps=500), 2e-3, 2e-3),
 }

@@ -22,7 +22,8 @@ TAGS = "charts/SPS charts/score charts/episodic_return charts/episodic_length ch
 TAGS += "charts/samples_per_second charts/replay_ratio eval/score_mean "
 TAGS += "perf/act_ms perf/learn_ms perf/log_ms perf/rollout_fraction perf/warmup_s"
 MORE_SUMMARY = {
-    "dqn_snake": "eval_full_boards",
+    "dqn_snake": "eval_full_boards eval_full_boards_lowest eval_full_boards_highest",
+    "ppo_snake": "eval_full_boards eval_full_boards_lowest eval_full_boards_highest",
     "dqn_snake_sb3_compat": "updates episodes",
     "ppo_metta": "",
     "dqn_mario_async": "produced stored in_flight lost by_collector experience_rate producer_wait_ms_mean "
@@ -30,6 +31,7 @@ MORE_SUMMARY = {
 }
 MORE_TAGS = {
     "dqn_snake": "losses/td_loss losses/q_values charts/epsilon perf/env_ms perf/store_ms",
+    "ppo_snake": "losses/loss losses/pg_loss losses/v_loss losses/entropy losses/approx_kl perf/env_ms perf/store_ms",
     "dqn_snake_sb3_compat": "rollout/ep_rew_mean rollout/ep_len_mean rollout/exploration_rate time/fps train/loss "
     "train/learning_rate",
     "ppo_metta": "losses/pg_loss losses/v_loss losses/entropy losses/approx_kl losses/clipfrac "
@@ -40,6 +42,7 @@ MORE_TAGS = {
 }
 SUMMARY_FLAGS = {
     "dqn_snake": dict(),
+    "ppo_snake": dict(),
     "dqn_snake_sb3_compat": dict(),
     "ppo_metta": dict(total_timesteps=10 * 384),
     "dqn_mario_async": dict(num_collectors=1, total_timesteps=4000),
@@ -211,7 +214,7 @@ def test_an_interrupt_ends_evaluate_and_render(script, trained, monkeypatch, cap
     assert capsys.readouterr().out.count("\033[H") == 1
 
 
-@pytest.mark.parametrize("script", ["dqn_snake", "dqn_snake_sb3_compat"], indirect=True)
+@pytest.mark.parametrize("script", ["dqn_snake", "ppo_snake", "dqn_snake_sb3_compat"], indirect=True)
 def test_control_c_exits_0(script) -> None:
     """From outside. The other two get it together with their workers and collectors, in their own tests."""
     words = script.words(total_timesteps=10**9, log_every=0.2, run_name="run")
@@ -390,7 +393,7 @@ def test_nothing_that_only_unix_has_is_needed(script) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("script", ["dqn_snake", "ppo_metta"], indirect=True)
+@pytest.mark.parametrize("script", ["dqn_snake", "ppo_snake", "ppo_metta"], indirect=True)
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_compile_modes_on_cuda(script, mode) -> None:
     assert script.run(device="cuda", compile=True, compile_mode=mode)[0]["compiled"]

@@ -18,7 +18,6 @@ import dqn_snake
 from dqn_snake import Args, QNetwork, ReplayBuffer, fill_defaults, linear_schedule, main
 from envs.snake import BODY, FOOD, HEAD, MOVES
 from envs.snake_batch import SnakeBatch
-from envs.snake_view import EgocentricView
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -105,36 +104,6 @@ def test_truncation_bootstraps_and_termination_does_not(run) -> None:
 # ------------------------------------------------------------------------------------------------ networks
 
 
-@pytest.mark.parametrize("board", [(10, 10), (4, 6), (7, 5)])
-def test_view_against_a_loop_over_cells(board: tuple[int, int]) -> None:
-    view, obs = EgocentricView(board, CPU), boards(24, board, steps=8)
-    heading, seen, food = view.features(obs)
-    _, codes, place, head, _ = view.tokens(obs)
-    radius = max(board) - 1
-    around = [(back, right) for back in range(-radius, radius + 1) for right in range(-radius, radius + 1)]
-    near = [at for at in around if max(map(abs, at)) <= view.NEAR]
-    far = [at for at in around if at[0] % 3 == at[1] % 3 == 0]
-    for n, grid in enumerate(obs.numpy()):
-        row, column = np.argwhere(grid >= HEAD)[0]
-        assert head[n] == row * board[1] + column
-        ahead, right = (np.array(MOVES[(heading[n] + turn) % 4]) for turn in (0, 1))
-        sees = {}
-        for number, (i, j) in enumerate(around):
-            at_row, at_column = (row, column) - i * ahead + j * right
-            if 0 <= at_row < board[0] and 0 <= at_column < board[1]:
-                code, cell = grid[at_row, at_column], at_row * board[1] + at_column
-                assert place[n, cell] == number
-                assert code != FOOD or food[n] == number
-                direction = (int(code) - BODY - heading[n].item()) % 4
-                assert codes[n, cell] == (code if code < BODY else HEAD if code >= HEAD else BODY + direction)
-                toward = np.array(MOVES[code - BODY]) if BODY <= code < HEAD else np.zeros(2)
-                sees[i, j] = np.array([code < BODY, toward @ ahead, toward @ right], float)
-        nothing = np.zeros(3)
-        blocks = [sum(sees.get((i + a, j + b), nothing) for a in (-1, 0, 1) for b in (-1, 0, 1)) / 3 for i, j in far]
-        expected = np.stack([sees.get(at, nothing) for at in near] + blocks, 1)
-        np.testing.assert_allclose(seen[n], expected, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["mlp", "attention"])
 def test_turning_the_board_turns_the_values(kind: str) -> None:
     """The same position rotated by a quarter, codes and all, has the same values for the rotated actions."""
@@ -144,6 +113,22 @@ def test_turning_the_board_turns_the_values(kind: str) -> None:
         directed = (turned >= first) & (turned < first + 4)
         turned[directed] = (turned[directed] - first + 1) % 4 + first
     torch.testing.assert_close(q_network(turned), q_network(obs).roll(1, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "attention"])
+def test_mirroring_the_board_mirrors_the_values(kind: str) -> None:
+    """Left for right, codes and all. Straight ahead and behind, food is on neither side: such boards have no twin."""
+    q_network, obs = network(network=kind), boards(60)
+    mirrored = obs.flip(2).clone()
+    for first in (BODY, HEAD):
+        for left, right in ((1, 3), (3, 1)):
+            mirrored[obs.flip(2) == first + left] = first + right
+    food, head = (obs == FOOD).nonzero(), (obs >= HEAD).nonzero()
+    heading = (obs.flatten(1).max(1).values - HEAD) % 2
+    beside = torch.where(heading == 0, food[:, 2] != head[:, 2], food[:, 1] != head[:, 1])
+    q, mirrored_q = q_network(obs[beside]), q_network(mirrored[beside])
+    assert len(q) > 20
+    torch.testing.assert_close(mirrored_q, q[:, [0, 3, 2, 1]], atol=1e-5, rtol=1e-5)
 
 
 def test_a_reversal_is_worth_what_going_ahead_is() -> None:
@@ -231,6 +216,13 @@ def test_evaluation_plays_every_game_once_to_its_end() -> None:
     result = dqn_snake.evaluate(toward_the_food, args, 12, CPU)
     assert result["eval_score_mean"] == pytest.approx(np.mean(scores)) and result["eval_score_max"] == max(scores)
     assert result["eval_score_median"] == torch.tensor(scores).median() and result["eval_episodes"] == 12
+
+
+def test_the_interval_of_full_boards() -> None:
+    """Against published ones: 81 of 263 and 0 of 20 (Newcombe 1998, table 1)."""
+    assert dqn_snake.wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert dqn_snake.wilson_interval(0, 20) == pytest.approx((0, 0.1611), abs=1e-4)
+    assert dqn_snake.wilson_interval(1, 20) == pytest.approx((0.8389, 1), abs=1e-4)
 
 
 @pytest.mark.parametrize("double", [True, False])

@@ -19,10 +19,12 @@ import dqn_mario_async
 import dqn_snake
 import dqn_snake_sb3_compat
 import ppo_metta
+import ppo_snake
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "dqn_snake.py": dqn_snake,
+    "ppo_snake.py": ppo_snake,
     "dqn_snake_sb3_compat.py": dqn_snake_sb3_compat,
     "ppo_metta.py": ppo_metta,
     "dqn_mario_async.py": dqn_mario_async,
@@ -33,6 +35,7 @@ SHARED = "fail say check_memory pick_device matmuls_per_second pick_threads bf16
 SHARED += "CUDAGraphStep PhaseTimer Interrupts restore_process make_run_folder write_json write_scalars "
 SHARED += "save_checkpoint find_checkpoint load_checkpoint saved_flags layout check_layout "
 SHARED += "peak_memory_gib is_out_of_memory"
+OF_SNAKE = "check_ranges rules_of make_envs wilson_interval parse_args"
 
 
 @cache
@@ -49,10 +52,15 @@ def test_shared_blocks_are_the_same_letter_for_letter(script: str, name: str) ->
     assert blocks(script)[name] == blocks("dqn_snake.py")[name]
 
 
-@pytest.mark.parametrize("script", ["ppo_metta.py", "dqn_mario_async.py"])
+@pytest.mark.parametrize("script", ["ppo_snake.py", "ppo_metta.py", "dqn_mario_async.py"])
 @pytest.mark.parametrize("name", ["copy_tensors", "init_adam"])
 def test_blocks_of_those_that_use_pytorchs_adam(script: str, name: str) -> None:
     assert blocks(script)[name] == blocks("dqn_snake.py")[name]
+
+
+@pytest.mark.parametrize("name", OF_SNAKE.split())
+def test_blocks_of_those_that_play_snake(name: str) -> None:
+    assert blocks("ppo_snake.py")[name] == blocks("dqn_snake.py")[name]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -69,7 +77,9 @@ def test_a_script_imports_no_other_script(script: str) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_sections_stand_in_order(script: str) -> None:
     source = (ROOT / script).read_text()
-    maths = ["def gae", "class Rollout"] if script.startswith("ppo") else ["def td_target", "class Replay"]
+    maths = ["def td_target", "class Replay"]
+    if script.startswith("ppo"):
+        maths = ["def gae", "class Rollout"]
     order = ["class Args", "def make_envs", "(nn.Module)", *maths, "def evaluate"]
     order += ["def fail", "def main", "# 1 act and step", "# 3 learn", "# 4 log, evaluate, save", "if __name__"]
     places = [source.index(mark) for mark in order]

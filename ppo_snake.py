@@ -1,0 +1,1229 @@
+"""PPO on Snake: the shortest of the scripts, and the one that fills the board. Read it first.
+
+    python ppo_snake.py                             # two minutes, then an evaluation and a GIF
+    python ppo_snake.py --bf16 --cudagraph          # made for a GPU
+    python ppo_snake.py --evaluate latest --render  # watch the last agent play
+
+On two CPU cores the agent fills the board in three of four games after ten minutes (benchmarks.md).
+
+What to read: `Agent` is the network, `gae` and `policy_loss` say what it learns, `Rollout` is what it learns from, and
+the loop at the end of `main` says when. The rest is switches and bookkeeping.
+"""
+
+import io
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import timeit
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+
+from envs.playing import play, show_in_terminal, write_gif
+from envs.snake import VARIANTS, Rules, SnakeEnv
+from envs.snake_batch import SnakeBatch
+from envs.snake_view import EgocentricView
+
+SCRIPT = Path(__file__).stem
+EVAL_SEED = 2**31  # above every --seed
+CHECKPOINT_VERSION = 1
+
+
+@dataclass
+class Args:
+    # Run
+    seed: int = 1
+    """seed of weights, games, exploration and sampling"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where there is one"""
+    total_timesteps: int | None = None
+    """environment transitions to train for (None: no limit)"""
+    max_seconds: float | None = None
+    """wall-clock budget, warm-up and evaluations on the way included (None: 120, or no limit with --total-timesteps)"""
+    run_dir: str = "runs"
+    """folder of all runs"""
+    run_name: str | None = None
+    """folder of this run inside it (None: script, seed and time)"""
+
+    # Environment
+    env_id: Literal["Snake-v0", "SnakeBlocks-v0"] = "Snake-v0"
+    """rules of the game (envs/snake.py)"""
+    board: str = "10x10"
+    """rows x columns, 4 to 64 each"""
+    num_envs: int | None = None
+    """parallel games (None: 128 on CPU, 16384 on CUDA)"""
+
+    # Algorithm
+    hidden_size: int = 512
+    """width of the network's layers"""
+    learning_rate: float = 5e-4
+    """Adam's learning rate"""
+    anneal_lr: bool = True
+    """let the learning rate fall a hundredfold over the run, exponentially"""
+    num_steps: int = 32
+    """steps of every game in a rollout"""
+    num_minibatches: int = 16
+    """minibatches of a rollout"""
+    update_epochs: int = 2
+    """times that a rollout is learned from"""
+    gamma: float = 0.998
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of the generalized advantage estimation"""
+    clip_coef: float = 0.2
+    """how far the probability of an action may move while a rollout is learned from"""
+    ent_coef: float = 0.01
+    """weight of the entropy, which falls to 0 over the run"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """maximum norm of the gradient"""
+
+    # Speed
+    bf16: bool = False
+    """forward passes in bfloat16, where the hardware has it"""
+    fp16: bool = False
+    """forward passes in float16 with gradient scaling (CUDA)"""
+    tf32: bool = False
+    """fp32 matmuls on tensor cores (CUDA)"""
+    compile: bool = False
+    """torch.compile acting and the loss, on CUDA the games too"""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """torch.compile's mode"""
+    cudagraph: bool = False
+    """capture acting, stepping, storing and learning as CUDA graphs"""
+    threads: int | None = None
+    """CPU threads (None: all cores, 8 at most; fewer where other programs keep them busy)"""
+
+    # Input and output
+    log_every: float = 2.0
+    """seconds between log lines"""
+    eval_every: float = 30.0
+    """seconds between evaluations on the way, of a tenth of --eval-episodes (0: none)"""
+    eval_episodes: int = 1_000
+    """games of the final evaluation"""
+    checkpoint_every: float = 60.0
+    """seconds between checkpoints (0: only the last)"""
+    resume: str | None = None
+    """continue the run of this checkpoint, run folder, or "latest", with its flags"""
+    evaluate: str | None = None
+    """no training: play --eval-episodes games with this checkpoint, run folder, or "latest" """
+    render: bool = False
+    """with --evaluate: play one game in the terminal"""
+    video: bool = True
+    """write a GIF of a game at the end, or with --evaluate"""
+    wandb: bool = False
+    """mirror TensorBoard to Weights & Biases (pip install wandb)"""
+
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+COMMAND_LINE_ONLY = ["run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"]  # never from a checkpoint
+FRACTIONS = ["gamma", "gae_lambda"]
+ZERO_WORKS = ["seed", "eval_every", "checkpoint_every", "ent_coef", "vf_coef", *FRACTIONS]
+HIGHEST = dict.fromkeys(FRACTIONS, 1) | {"seed": EVAL_SEED - 1, "threads": 256, "eval_episodes": 100_000}
+
+
+def fill_defaults(args: Args, device: torch.device) -> Args:
+    """A copy of `args` without None where a run needs a value. Flags that cannot work end the program here."""
+    args = replace(args)
+    if args.num_envs is None:
+        args.num_envs = 16_384 if device.type == "cuda" else 128
+    if args.threads is None:
+        args.threads = pick_threads(CORES)
+    if args.max_seconds is None and args.total_timesteps is None:
+        args.max_seconds = 120.0
+    check_ranges(args)
+    rules_of(args)
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        advice = f"must divide the {batch_size} steps of a rollout (--num-envs x --num-steps)"
+        fail(f"--num-minibatches {args.num_minibatches}: {advice}")
+    if args.bf16 and args.fp16:
+        fail("--bf16 --fp16: choose one of them")
+    if args.cudagraph and args.compile and args.compile_mode != "default":
+        fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
+    if args.render and args.evaluate is None:
+        fail("--render: shows a trained agent, so it needs --evaluate PATH")
+    if args.resume is not None and args.evaluate is not None:
+        fail("--resume --evaluate: choose one of them")
+    return args
+
+
+def check_ranges(args: Args) -> None:
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        highest = HIGHEST.get(name, sys.maxsize)
+        zero_works = name in ZERO_WORKS
+        too_low = value < 0 or (value == 0 and not zero_works)
+        if too_low or not value <= highest:  # NaN is neither
+            lowest = "0 or more" if zero_works else "above 0"
+            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
+
+
+def rules_of(args: Args) -> Rules:
+    sides = args.board.split("x")
+    try:
+        if not all(side.isdecimal() for side in sides):
+            raise ValueError("must be rows x columns")
+        board = tuple(int(side) for side in sides)
+        return Rules(**VARIANTS[args.env_id] | {"board": board, "observation": "codes"})
+    except ValueError as error:
+        fail(f"--board {args.board}: {error}; 10x10 works")
+
+
+def make_envs(args: Args, num_envs: int, device: torch.device, seed: int) -> SnakeBatch:
+    """`num_envs` games on `device`. A game that ends starts anew within the same step."""
+    return SnakeBatch(num_envs, device, seed, **vars(rules_of(args)))
+
+
+# ---------------------------------------------------------------------------------------------------- the network
+
+
+SHAPE_FLAGS = "--hidden-size, --board"  # those that the shapes of the weights follow from
+LOSSES = ["loss", "pg_loss", "v_loss", "entropy", "approx_kl"]
+
+
+class Agent(nn.Module):
+    """Policy and value of observations (B, rows, columns).
+
+    `preprocess` has no parameters. The layers see the board turned with the snake, and mirrored if its food is on the
+    left: an action is to turn left (0), go ahead (1) or turn right (2) there, and `move` says which way that is.
+    """
+
+    def __init__(self, args: Args, device: torch.device) -> None:
+        super().__init__()
+        view = EgocentricView(rules_of(args).board, device)
+        width = args.hidden_size
+        num_inputs = 3 * view.num_features
+        bound = num_inputs**-0.5
+        self.preprocess = view.features
+        self.features = nn.Linear(num_inputs, width, device=device)
+        self.food = nn.Embedding(view.side**2, width, device=device)  # a one-hot input, without the zeros
+        nn.init.uniform_(self.food.weight, -bound, bound)  # as a Linear layer starts
+        self.norm1 = nn.LayerNorm(width, device=device)
+        self.hidden = nn.Linear(width, width, device=device)
+        self.norm2 = nn.LayerNorm(width, device=device)
+        self.actor = nn.Linear(width, 3, device=device)
+        self.critic = nn.Linear(width, 1, device=device)
+        self.move = view.move  # (orientation, action)
+
+    def forward(self, features: torch.Tensor, food_position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the three actions (B, 3) and values (B,), fp32."""
+        x = self.features(features.flatten(1))
+        x = x.add_(self.food(food_position))
+        x = F.relu_(self.norm1(x))
+        x = F.relu_(self.norm2(self.hidden(x)))
+        return self.actor(x).float(), self.critic(x).squeeze(1).float()
+
+    def greedy_move(self, obs: torch.Tensor) -> torch.Tensor:
+        """Where the most likely action leads, (B,): up, right, down or left."""
+        orientation, features, food_position = self.preprocess(obs)
+        logits, _ = self(features, food_position)
+        return self.move[orientation, logits.argmax(1)]
+
+
+# ------------------------------------------------------------------------------------------------ the algorithm
+
+
+def gae(
+    value: torch.Tensor,
+    reward: torch.Tensor,
+    terminated: torch.Tensor,
+    truncated: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> torch.Tensor:
+    """Advantages (steps, games) of a rollout (Schulman et al. 2016, equation 16), backward from its last step.
+
+    `value` is (steps + 1, games). A terminated game has no future. A truncated one has, but nobody saw its next state:
+    such a step has advantage 0 and the loss leaves it out.
+    """
+    advantages = torch.empty_like(reward)
+    lastgaelam = torch.zeros_like(reward[0])
+    for step in reversed(range(len(reward))):
+        discount = gamma * ~terminated[step]
+        delta = reward[step] + discount * value[step + 1] - value[step]
+        lastgaelam = (delta + discount * gae_lambda * lastgaelam) * ~truncated[step]
+        advantages[step] = lastgaelam
+    return advantages
+
+
+def policy_loss(logratio: torch.Tensor, advantage: torch.Tensor, clip_coef: float) -> torch.Tensor:
+    """PPO's clipped objective of every step (B,), negated (Schulman et al. 2017, equation 7)."""
+    ratio = logratio.exp()
+    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    return -torch.min(advantage * ratio, advantage * clipped_ratio)
+
+
+class Rollout:
+    """`num_steps` steps of every game. The next rollout overwrites them.
+
+    Positions are tensors on the device, where a CUDA graph can move them.
+    """
+
+    def __init__(self, args: Args, num_inputs: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Features are stored as `dtype`, in which they are learned from."""
+        shape = (args.num_steps, args.num_envs)
+        self.num_steps = args.num_steps
+        self.num_minibatches = args.num_minibatches
+        self.features = torch.zeros(*shape, num_inputs, dtype=dtype, device=device)
+        self.food_position = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.action = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.logprob = torch.zeros(shape, device=device)
+        self.reward = torch.zeros(shape, device=device)
+        self.terminated = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.truncated = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.value = torch.zeros(args.num_steps + 1, args.num_envs, device=device)
+        self.advantage = torch.zeros(shape, device=device)
+        self.returns = torch.zeros(shape, device=device)
+        self.order = torch.arange(math.prod(shape), device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.minibatch = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def add(self, features, food_position, action, logprob, value, reward, terminated, truncated) -> None:
+        """One step of every game."""
+        self.features[self.step] = features.flatten(1).to(self.features.dtype)
+        self.food_position[self.step] = food_position
+        self.action[self.step] = action
+        self.logprob[self.step] = logprob
+        self.value[self.step] = value
+        self.reward[self.step] = reward
+        self.terminated[self.step] = terminated
+        self.truncated[self.step] = truncated
+        self.step.add_(1).remainder_(self.num_steps)
+
+    def finish(self, next_value: torch.Tensor, gamma: float, gae_lambda: float) -> None:
+        """`next_value` (games,) is that of the state after the last step."""
+        self.value[-1] = next_value
+        advantage = gae(self.value, self.reward, self.terminated, self.truncated, gamma, gae_lambda)
+        self.advantage.copy_(advantage)
+        self.returns.copy_(advantage + self.value[:-1])
+
+    def shuffle(self, generator: torch.Generator) -> None:
+        self.order.copy_(torch.randperm(len(self.order), generator=generator, device=self.order.device))
+
+    def next_minibatch(self) -> list[torch.Tensor]:
+        """features, food_position, action, logprob, advantage, return and truncated of its steps."""
+        index = self.order.view(self.num_minibatches, -1)[self.minibatch].squeeze(0)
+        self.minibatch.add_(1).remainder_(self.num_minibatches)
+        fields = [self.features, self.food_position, self.action, self.logprob]
+        fields += [self.advantage, self.returns, self.truncated]
+        return [field.flatten(0, 1)[index] for field in fields]
+
+
+@torch.no_grad()
+def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
+    """Play `episodes` greedy games, one in each environment, to its end, with food that no training seed has."""
+    envs = make_envs(args, episodes, device, EVAL_SEED)
+    obs = envs.reset()
+    action = torch.zeros(episodes, dtype=torch.int64, device=device)
+    score = torch.zeros(episodes, dtype=torch.int64, device=device)
+    won = torch.zeros(episodes, dtype=torch.bool, device=device)
+    done = torch.zeros(episodes, dtype=torch.bool, device=device)
+    playing = torch.arange(episodes, device=device)
+    steps = 0
+    while len(playing):
+        action[playing] = agent.greedy_move(obs[playing])
+        obs, _, terminated, truncated, info = envs.step(action)
+        first_end = (terminated | truncated) & ~done
+        score = torch.where(first_end, info["score"], score)
+        won |= first_end & info["won"]
+        done |= first_end
+        steps += 1
+        if steps % 16 == 0:  # sync: only first games need another forward pass
+            playing = (~done).nonzero().squeeze(1)
+    score = score.double()
+    full_boards = won.double().mean().item()
+    lowest, highest = wilson_interval(full_boards, episodes)
+    return {
+        "eval_score_mean": score.mean().item(),
+        "eval_score_median": score.median().item(),
+        "eval_score_max": score.max().item(),
+        "eval_full_boards": full_boards,
+        "eval_full_boards_lowest": lowest,
+        "eval_full_boards_highest": highest,
+        "eval_episodes": episodes,
+    }
+
+
+def wilson_interval(share: float, trials: int) -> tuple[float, float]:
+    """95 % confidence interval of a share of so many trials (Wilson 1927)."""
+    z = 1.96
+    scale = 1 + z**2 / trials
+    middle = (share + z**2 / (2 * trials)) / scale
+    margin = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2) / scale
+    return max(middle - margin, 0.0), min(middle + margin, 1.0)
+
+
+def watch_game(agent: Agent, args: Args, device: torch.device, render_mode: str) -> Iterator:
+    """Frames of one greedy game."""
+    env = SnakeEnv(render_mode, **vars(rules_of(args)))
+
+    @torch.no_grad()
+    def policy(obs) -> int:
+        return agent.greedy_move(torch.as_tensor(obs, device=device)[None]).item()
+
+    return play(env, policy, EVAL_SEED)
+
+
+def save_gif(agent: Agent, args: Args, device: torch.device, folder: Path) -> None:
+    path = folder / "videos" / "snake.gif"
+    try:
+        write_gif(watch_game(agent, args, device, "rgb_array"), path)
+        say(str(path))
+    except OSError as error:
+        say(f"--video: {path} cannot be written ({error})")
+
+
+def evaluate_run(agent: Agent, args: Args, device: torch.device) -> dict[str, float]:
+    """--evaluate: one game in the terminal (--render), or the scores of many games and a GIF (--video)."""
+    path, checkpoint = load_checkpoint("--evaluate", args.evaluate, args.run_dir)
+    expected = {"agent": agent.state_dict()}
+    check_layout(f"--evaluate {args.evaluate}", checkpoint, expected, SHAPE_FLAGS)
+    agent.load_state_dict(checkpoint["agent"])
+    if args.render:
+        show_in_terminal(watch_game(agent, args, device, "ansi"), SnakeEnv.metadata["render_fps"])
+        return {}
+    scores = evaluate(agent, args, args.eval_episodes, device)
+    say("  ".join(f"{name} {value:g}" for name, value in scores.items()))
+    if args.video:
+        save_gif(agent, args, device, path.parent)
+    return scores
+
+
+# --------------------------------------------------------------- blocks that all scripts share, letter for letter
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line about what the user asked for, and exit code 2."""
+    print(f"{SCRIPT}.py: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def say(line: str, end: str = "\n") -> None:
+    """Print. When nobody reads any more (`| head`), the run ends as by SIGTERM: it saves, and is silent."""
+    try:
+        print(line, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.raise_signal(signal.SIGTERM)
+
+
+def check_memory(flag: str, value: int, bytes_each: int, device: torch.device, fixed: int = 0, unit: int = 1) -> None:
+    """Refuse `value` * `bytes_each` + `fixed` bytes that do not fit, and name the multiple of `unit` that does."""
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[0]
+    elif hasattr(os, "sysconf"):
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    needed = value * bytes_each + fixed
+    most = int(0.9 * available - fixed) // bytes_each // unit * unit
+    if value > most:
+        advice = f"at most {most} works" if most > 0 else "smaller sizes of everything else might"
+        fail(f"{flag} {value}: would take {needed / 2**30:.1f} GiB and there are {available / 2**30:.1f}; {advice}")
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
+    on_cuda = name != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if on_cuda else "cpu")
+
+
+def matmuls_per_second(threads: int) -> float:
+    """On so many threads, measured for 0.2 s: some turns of the scheduler."""
+    torch.set_num_threads(threads)
+    x = torch.ones(256, 256)
+    matmuls = 0
+    start = time.perf_counter()
+    while time.perf_counter() < start + 0.2:
+        torch.relu_(x @ x)
+        matmuls += 1
+    return matmuls / (time.perf_counter() - start)
+
+
+def pick_threads(cores: int) -> int:
+    """A thread for each core, 8 at most, or fewer where fewer are faster: when other programs are busy here.
+
+    Threads wait for the slowest of them, spinning. Beside one busy process on two cores, two make 3,300 steps/s and
+    one 5,700 (benchmarks.md); sleeping instead (OMP_WAIT_POLICY=passive) costs a third on a quiet machine.
+    """
+    most = min(cores, 8)
+    rates = {}
+    for threads in sorted({1, max(most // 2, 1), max(most - 1, 1), most}):
+        rates[threads] = matmuls_per_second(threads)
+    best = max(rates, key=rates.get)
+    if rates[best] < 1.1 * rates[most]:
+        return most
+    say(f"other programs are busy here: {best} of {most} threads are faster (--threads decides)")
+    return best
+
+
+def bf16_speedup() -> float:
+    """How many times as fast as in fp32 this CPU multiplies matrices in bfloat16."""
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.ones(256, 256, dtype=dtype)
+        seconds[dtype] = min(timeit.repeat(lambda x=x: x @ x, number=1, repeat=5))
+    return seconds[torch.float32] / seconds[torch.bfloat16]
+
+
+def pick_precision(bf16: bool, fp16: bool, tf32: bool, device: torch.device) -> torch.dtype:
+    """dtype of the forward passes. A flag that has no effect here says so in one line, and fp32 it is."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32  # of convolutions and recurrent layers, on by default
+        if fp16:
+            return torch.float16
+        if bf16 and torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        if bf16:
+            say("--bf16: this GPU has no units for it; fp32 is used instead")
+        return torch.float32
+    if fp16:
+        say("--fp16: needs CUDA; fp32 is used instead")
+    if tf32:
+        say("--tf32: needs CUDA; fp32 is used instead")
+    if bf16:
+        speedup = bf16_speedup()
+        if speedup > 1:
+            return torch.bfloat16
+        say(f"--bf16: matmuls take {1 / speedup:.0f} times as long as in fp32 on this CPU; fp32 is used instead")
+    return torch.float32
+
+
+def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options: Any) -> Callable:
+    """`function` compiled, or as it is where that fails: compilation is lazy, so only a call shows whether it works."""
+    try:
+        compiled = torch.compile(function, options=torch._inductor.list_mode_options(mode) | options)
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # else it may fail in the loop
+            compiled(*example)
+        return compiled
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:120]
+        say(f"--compile: failed ({reason}); eager mode is used instead")
+        return function
+
+
+class CUDAGraphStep:
+    """`function` without arguments or result, replayed as a CUDA graph. Every call has its effect exactly once.
+
+    The first three calls run it as it is, which makes what it allocates only once. It may use nothing but tensors that
+    live on, and numbers that never change. Where it cannot be captured, `graph` is None and it goes on as it is.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], None],
+        generator: torch.Generator,
+        timer: "PhaseTimer",
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.function = function
+        self.generator = generator
+        self.timer = timer
+        self.scaler = scaler
+        self.calls = 0
+        self.graph = torch.cuda.CUDAGraph()
+        self.stream = torch.cuda.Stream()
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls <= 3:
+            self.warm_up()
+            return
+        if self.calls == 4:
+            self.capture()
+        if self.graph is None:
+            self.function()
+        else:
+            self.graph.replay()
+
+    def warm_up(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), warnings.catch_warnings(action="ignore"):  # Adam's: not captured yet
+            self.function()
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def capture(self) -> None:
+        try:
+            self.graph.register_generator_state(self.generator)
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.function()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0][:120]
+            say(f"--cudagraph: failed ({reason}); the loop goes on without this graph")
+            self.graph = None
+            default_generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            for generator in (self.generator, default_generator):  # their old states still take part in the capture
+                generator.graphsafe_set_state(generator.clone_state())
+            if self.scaler is not None:
+                self.scaler.update(self.scaler.get_scale())  # forgets that it has unscaled gradients
+        self.timer.lap()  # capturing counts nowhere
+
+
+class PhaseTimer:
+    """Seconds by phase. `lap(phase)` ends a phase that began at the lap before; what `lap()` ends counts nowhere.
+
+    On CUDA laps are events in the stream: work is charged to the phase that queued it, and nothing waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.laps = []
+        self.total = Counter()
+
+    def lap(self, phase: str = "") -> None:
+        if not self.cuda:
+            self.laps.append((phase, time.perf_counter()))
+        elif not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.laps.append((phase, event))
+
+    def read(self) -> Counter:
+        """Seconds by phase since the last read."""
+        if self.cuda:
+            torch.cuda.synchronize()  # sync: once per log interval
+        seconds = Counter()
+        for (_, start), (phase, end) in pairwise(self.laps):
+            seconds[phase] += start.elapsed_time(end) / 1000 if self.cuda else end - start
+        del seconds[""]
+        del self.laps[:-1]
+        self.total += seconds
+        return seconds
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM. The first ends the loop after its round, or at once what runs `with interrupts.at_once()`.
+
+    The second ends the program.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.raises = False
+        signal.signal(signal.SIGINT, self.interrupt)
+        signal.signal(signal.SIGTERM, self.interrupt)
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def interrupt(self, number: int, frame: Any) -> None:
+        self.count += 1
+        if self.raises or self.count > 1:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        self.raises = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.count = max(self.count, 1)
+        finally:
+            self.raises = False
+
+
+@contextmanager
+def restore_process() -> Iterator[None]:
+    """At the end, put back what a run sets for its whole process."""
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    cudnn_tf32 = torch.backends.cudnn.allow_tf32
+    excepthook = threading.excepthook
+
+    def hook(what: Any) -> None:
+        if not isinstance(what.exc_value, OSError):  # TensorBoard's thread on a full disk: `write_scalars` says it
+            excepthook(what)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = excepthook
+        signal.signal(signal.SIGINT, on_interrupt)
+        signal.signal(signal.SIGTERM, on_terminate)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = cudnn_tf32
+        torch.set_flush_denormal(False)
+
+
+def make_run_folder(args: Args) -> Path:
+    """A folder that no other run has. Whoever creates args.json in it owns it, also of two that start at once."""
+    name = args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in count(1):
+        folder = Path(args.run_dir) / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "args.json", "x") as file:
+                json.dump({"script": SCRIPT, **vars(args)}, file, indent=2)
+            return folder
+        except FileExistsError:
+            if args.run_name:
+                fail(f"--run-name {args.run_name}: {folder} exists; another name or --resume {folder} works")
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); another folder works")
+
+
+def write_json(path: Path, values: dict) -> None:
+    try:
+        path.write_text(json.dumps(values, indent=2))
+    except OSError as error:
+        print(f"{path}: could not be written ({error.strerror})", file=sys.stderr)
+
+
+def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
+    """Into TensorBoard. A disk that is full, or was for a moment, is no reason to end a run."""
+    try:
+        for tag, value in scalars.items():
+            writer.add_scalar(tag, value, step)
+    except OSError as error:
+        print(f"{writer.log_dir}: could not be logged to ({error.strerror}); the run goes on", file=sys.stderr)
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> None:
+    """Write tensors and plain values to `path`. The file that was there stays whole until the new one is."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")  # of this process: two may write into one folder
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        with suppress(OSError):
+            temporary.unlink()
+        reason = str(error).strip().splitlines()[0]
+        print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
+
+
+def find_checkpoint(flag: str, name: str, run_dir: str) -> Path:
+    """The file `name`, the checkpoint of the run folder `name`, or the "latest" of this script."""
+
+    def is_ours(path: Path) -> bool:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            return json.loads((path.parent / "args.json").read_text())["script"] == SCRIPT
+        return False
+
+    if not name:
+        fail(f"{flag} '': names nothing; a checkpoint, a run folder or latest works")
+    path = Path(name)
+    if name == "latest":
+        checkpoints = filter(is_ours, Path(run_dir).glob("*/checkpoint.pt"))
+        path = max(checkpoints, key=lambda path: path.stat().st_mtime, default=Path(run_dir))
+    if path.is_dir():
+        path = path / "checkpoint.pt"
+    if not path.is_file():
+        fail(f"{flag} {name}: there is no {path}; a checkpoint, a run folder or latest works")
+    return path
+
+
+def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
+    """Path and content of a checkpoint of this script. Nothing in the file is executed."""
+    path = find_checkpoint(flag, name, run_dir)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["script"] != SCRIPT:
+            raise ValueError(f"it is one of {checkpoint['script']}.py")
+        if checkpoint.get("version") != CHECKPOINT_VERSION:
+            raise ValueError("it was made by another version")
+        other_flags = set(checkpoint["args"]) ^ set(vars(Args()))
+        if other_flags:
+            raise ValueError(f"it was made by another version, with other flags: {other_flags}")
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
+    return path, checkpoint
+
+
+def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
+    """The command line of a checkpoint's run, but for flags that name files or say what to do: they are the user's."""
+    flags = []
+    for name, value in saved_args.items():
+        flag = name.replace("_", "-")
+        if name in COMMAND_LINE_ONLY or value is None:
+            continue
+        if type(value) is bool:
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags.append(f"--{flag}={value}")
+    try:
+        with redirect_stderr(io.StringIO()):
+            tyro.cli(Args, args=flags)
+    except SystemExit:
+        fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its flags: {str(flags)[:2000]})")
+    return flags
+
+
+def layout(value: Any) -> Any:
+    """Names, types, dtypes and shapes of what was saved; None for what no run saves, such as NaN or sparse tensors."""
+    if isinstance(value, dict):
+        return {name: layout(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [layout(part) for part in value]
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            return None
+        if value.is_floating_point() and not value.isfinite().all():
+            return None
+        return value.dtype, value.shape
+    if type(value) is float and not math.isfinite(value):
+        return None
+    if type(value) is int and value < 0:
+        return None
+    return type(value)
+
+
+def check_layout(asked: str, checkpoint: dict[str, Any], expected: dict[str, Any], flags: str) -> None:
+    """Refuse a checkpoint with parts that are not laid out as `expected`; `flags` are those that decide it."""
+    for name, part in expected.items():
+        if name not in checkpoint or layout(checkpoint[name]) != layout(part):
+            fail(f"{asked}: its {name} is missing, damaged or of another run; {flags} must be as they were")
+
+
+def copy_tensors(target: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Into the tensors of `target`, which is laid out as `saved` is."""
+    for name, value in target.items():
+        if isinstance(value, dict):
+            copy_tensors(value, saved[name])
+        else:
+            value.copy_(saved[name])
+
+
+def init_adam(optimizer: torch.optim.Optimizer) -> None:
+    """Adam's state as its first step would make it, so that a checkpoint can be copied into it."""
+    for weight in optimizer.param_groups[0]["params"]:
+        optimizer.state[weight] = {
+            "step": torch.zeros((), device=weight.device),
+            "exp_avg": torch.zeros_like(weight),
+            "exp_avg_sq": torch.zeros_like(weight),
+        }
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """The most that this run has taken: of the GPU, or of the machine (None on Windows, which does not tell)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+# ----------------------------------------------------------------------------------------------------- the run
+
+
+@restore_process()
+def main(args: Args) -> dict:
+    start_time = time.perf_counter()
+    interrupts = Interrupts()
+    device = pick_device(args.device)
+    args = fill_defaults(args, device)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
+    agent = Agent(args, device)
+    if args.evaluate is not None:
+        with interrupts.at_once():
+            return evaluate_run(agent, args, device)
+        return {}
+
+    # --- network, games and rollout -------------------------------------------------------------------------------
+    bytes_of_game = 12 * math.prod(rules_of(args).board) + 100
+    num_inputs = agent.features.in_features
+    bytes_of_step = 4 * num_inputs + 50
+    check_memory("--num-envs", args.num_envs, bytes_of_game + bytes_of_step, device)
+    bytes_of_games = args.num_envs * bytes_of_game
+    check_memory("--num-steps", args.num_steps, args.num_envs * bytes_of_step, device, bytes_of_games)
+    weights = list(agent.parameters())
+    use_graphs = args.cudagraph and device.type == "cuda"
+    learning_rate = torch.tensor(args.learning_rate, device=device)
+    optimizer = torch.optim.Adam(weights, lr=learning_rate, fused=True, capturable=use_graphs)
+    init_adam(optimizer)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    envs = make_envs(args, args.num_envs, device, args.seed)
+    obs = envs.reset()  # the environment's own buffer: every step overwrites it
+    rollout = Rollout(args, num_inputs, dtype, device)
+    ent_coef = torch.tensor(args.ent_coef, device=device)
+    loss_sum = torch.zeros(len(LOSSES), device=device)  # since the last log
+    timer = PhaseTimer(device)
+    global_step = 0
+    updates = 0
+    seconds_before = 0.0  # of the run that is resumed
+
+    def elapsed() -> float:
+        return seconds_before + time.perf_counter() - start_time
+
+    def progress() -> float:
+        by_steps = global_step / args.total_timesteps if args.total_timesteps else 0
+        by_seconds = elapsed() / args.max_seconds if args.max_seconds else 0
+        return max(by_steps, by_seconds)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def run_state() -> dict[str, Any]:
+        """All there is to a run between two rollouts, as tensors and plain values."""
+        return {
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict()["state"],
+            "scaler": scaler.state_dict(),
+            "device": device.type,
+            "generator": generator.get_state(),
+            "envs": envs.state_dict(),
+            "global_step": global_step,
+            "updates": updates,
+            "elapsed": elapsed(),
+        }
+
+    def load_run_state(checkpoint: dict[str, Any]) -> None:
+        """Checks everything first: what does not fit is refused before anything is changed."""
+        nonlocal global_step, updates, seconds_before
+        asked = f"--resume {args.resume}"
+        saved_board = checkpoint["args"].get("board")
+        if saved_board != args.board:  # 9x4 and 4x9 have tensors of the same shapes
+            fail(f"--board {args.board}: must be {saved_board}, as it was")
+        same_device = checkpoint.get("device") == device.type
+        expected = run_state()
+        if not (checkpoint.get("scaler") and expected["scaler"]):  # only float16 has something there
+            del expected["scaler"]
+        if not same_device:  # random numbers are of another kind there
+            del expected["device"]
+            del expected["generator"]
+        check_layout(asked, checkpoint, expected, f"{SHAPE_FLAGS} and --num-envs")
+        try:
+            if same_device:
+                torch.Generator(device).set_state(checkpoint["generator"])
+            envs.load_state_dict(checkpoint["envs"])
+        except (RuntimeError, ValueError) as error:
+            fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
+
+        global_step = checkpoint["global_step"]
+        updates = checkpoint["updates"]
+        seconds_before = checkpoint["elapsed"]
+        if progress() >= 1:
+            advice = "a larger --total-timesteps or --max-seconds works"
+            fail(f"{asked}: its run is over after {global_step:,} steps and {elapsed():.0f} s; {advice}")
+        for name in ("agent", "optimizer"):
+            copy_tensors(expected[name], checkpoint[name])
+        if "scaler" in expected:
+            scaler.load_state_dict(checkpoint["scaler"])
+        if same_device:
+            generator.set_state(checkpoint["generator"])
+        else:
+            say("the random numbers begin anew: those of the checkpoint are of another kind of device")
+
+    folder = None
+    if args.resume is not None:
+        path, checkpoint = load_checkpoint("--resume", args.resume, args.run_dir)
+        load_run_state(checkpoint)
+        folder = path.parent
+        write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
+        for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
+            unfinished.unlink(missing_ok=True)
+    if args.wandb:
+        try:
+            import wandb
+        except ImportError:
+            fail("--wandb: its package is missing; pip install wandb")
+    if folder is None:
+        folder = make_run_folder(args)
+    if args.wandb:
+        wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
+    writer = SummaryWriter(folder, purge_step=global_step)
+    writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
+
+    # --- what the user is told at the start -----------------------------------------------------------------------
+    precision = str(dtype).removeprefix("torch.")
+    device_name = f"cpu, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
+    say(f"{folder} on {device_name} in {precision}")
+    if device.type == "cuda" and not (args.bf16 and args.cudagraph):
+        say("on CUDA --bf16 and --cudagraph should make it faster; no GPU has measured it yet")
+    if device.type == "cpu" and not args.bf16 and bf16_speedup() > 1.2:
+        say("this CPU multiplies matrices faster in bf16: --bf16 learns faster here (benchmarks.md)")
+    batch_size = args.num_envs * args.num_steps
+    minibatch_size = batch_size // args.num_minibatches
+    say(
+        f"{args.num_envs} games; every {batch_size} steps (replay ratio {args.update_epochs}) "
+        f"{args.update_epochs * args.num_minibatches} updates on {minibatch_size} of them each; learning rate "
+        f"{args.learning_rate:.2g}"
+    )
+
+    # --- what the loop does, in its order -------------------------------------------------------------------------
+    def autocast() -> torch.autocast:
+        # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
+        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+
+    @torch.no_grad()
+    def policy(obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the agent sees, log-probabilities (B, 3) and values (B,)."""
+        orientation, features, food_position = agent.preprocess(obs)
+        with autocast():
+            logits, value = agent(features, food_position)
+        return orientation, features, food_position, F.log_softmax(logits, 1), value
+
+    def act_step_and_store() -> None:
+        orientation, features, food_position, logprobs, value = policy_step(obs)
+        # A draw from a softmax is the largest of its probabilities, each divided by an exponential draw of its own.
+        noise = torch.empty_like(logprobs).exponential_(generator=generator)
+        action = (logprobs.exp() / noise).argmax(1)
+        logprob = logprobs.gather(1, action[:, None]).squeeze(1)
+        timer.lap("act")
+        _, reward, terminated, truncated, _ = env_step(agent.move[orientation, action])
+        timer.lap("env")
+        rollout.add(features, food_position, action, logprob, value, reward, terminated, truncated)
+        timer.lap("store")
+
+    def finish_rollout() -> None:
+        *_, next_value = policy_step(obs)
+        rollout.finish(next_value, args.gamma, args.gae_lambda)
+
+    def ppo_loss(
+        features, food_position, action, old_logprob, advantage, returns, is_left_out
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, and the means that LOSSES names."""
+        with autocast():
+            logits, value = agent(features, food_position)
+        logprobs = F.log_softmax(logits, 1)
+        logprob = logprobs.gather(1, action[:, None]).squeeze(1)
+        logratio = logprob - old_logprob
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        pg_loss = policy_loss(logratio, advantage, args.clip_coef)
+        v_loss = F.smooth_l1_loss(value, returns, reduction="none")
+        entropy = -(logprobs.exp() * logprobs).sum(1)
+        loss = pg_loss + args.vf_coef * v_loss - ent_coef * entropy
+        approx_kl = logratio.exp() - 1 - logratio
+        means = torch.stack([loss, pg_loss, v_loss, entropy, approx_kl]).detach().mean(1)
+        return (loss * ~is_left_out).mean(), means
+
+    def update() -> None:
+        loss, means = loss_step(*rollout.next_minibatch())
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        loss_sum.add_(means)
+
+    def log() -> None:
+        seconds = timer.read()
+        wall_seconds = sum(seconds.values())
+        new_steps = global_step - logged_step
+        new_updates = updates - logged_updates
+        games, score, length, episodic_return = (envs.finished / envs.finished[0].clamp(min=1)).tolist()
+        losses = dict(zip(LOSSES, loss_sum.tolist()))
+        envs.finished.zero_()
+        loss_sum.zero_()
+        scalars = {
+            "charts/SPS": new_steps / wall_seconds,
+            "charts/updates_per_second": new_updates / wall_seconds,
+            "charts/samples_per_second": new_updates * minibatch_size / wall_seconds,
+            "charts/replay_ratio": new_updates * minibatch_size / new_steps,
+            "losses/learning_rate": learning_rate.item(),
+            "perf/rollout_fraction": 1 - seconds["learn"] / wall_seconds,
+        }
+        for phase in seconds:
+            scalars[f"perf/{phase}_ms"] = 1000 * seconds[phase] * args.num_envs / new_steps
+        if games:
+            scalars["charts/score"] = score
+            scalars["charts/episodic_length"] = length
+            scalars["charts/episodic_return"] = episodic_return
+        if new_updates:
+            for name, total in losses.items():
+                scalars[f"losses/{name}"] = total / new_updates
+        if device.type == "cuda":
+            scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
+            with suppress(Exception):  # NVML is missing, or has an error of its own
+                scalars["perf/gpu_util"] = torch.cuda.utilization(device)
+        write_scalars(writer, scalars, global_step)
+        line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
+        line += f"  SPS {new_steps / wall_seconds:>9,.0f}  updates/s {new_updates / wall_seconds:>5.0f}"
+        line += f"  score {score:5.1f}  greedy {scores.get('eval_score_mean', math.nan):5.1f}"
+        say(line, end="\r" if sys.stdout.isatty() else "\n")
+        if not math.isfinite(losses["loss"]):
+            total = losses["loss"]
+            fail(f"--learning-rate {args.learning_rate:g}: the loss is {total} since the last log; a lower one works")
+
+    def evaluate_and_log(episodes: int) -> dict[str, float]:
+        scores = evaluate(agent, args, episodes, device)
+        write_scalars(writer, {name.replace("_", "/", 1): score for name, score in scores.items()}, global_step)
+        return scores
+
+    def save() -> None:
+        if not all(weight.isfinite().all() for weight in weights):
+            print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
+            return
+        header = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
+        save_checkpoint(folder / "checkpoint.pt", header | run_state())
+
+    # --- switches: --compile and --cudagraph ----------------------------------------------------------------------
+    policy_step = policy
+    env_step = envs.step
+    loss_step = ppo_loss
+    if args.compile:
+        policy_step = try_compile(policy, args.compile_mode, obs)
+        loss_step = try_compile(ppo_loss, args.compile_mode, *rollout.next_minibatch())
+        rollout.minibatch.zero_()
+        if envs.fixed_shapes:  # eager, a step of the games is some 240 kernels
+            before = {name: tensor.clone() for name, tensor in envs.state_dict().items()}
+            env_step = try_compile(envs.step, args.compile_mode, torch.zeros_like(envs.head))
+            envs.load_state_dict(before)  # that was a trial
+    is_compiled = loss_step is not ppo_loss
+    if use_graphs:
+        act_step_and_store = CUDAGraphStep(act_step_and_store, generator, timer)
+        finish_rollout = CUDAGraphStep(finish_rollout, generator, timer)
+        update = CUDAGraphStep(update, generator, timer, scaler)
+    elif args.cudagraph:
+        say("--cudagraph: needs CUDA; the loop runs without graphs")
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+    first_step = logged_step = global_step
+    first_update = logged_updates = updates
+    scores = {}
+    last_log = last_eval = last_checkpoint = elapsed()
+    write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
+    timer.lap()
+    while progress() < 1 and not interrupts:
+        # 1 act and step, 2 store
+        for _ in range(args.num_steps):
+            act_step_and_store()
+        global_step += args.num_steps * args.num_envs
+        finish_rollout()
+        timer.lap("rollout")
+
+        # 3 learn
+        if args.anneal_lr:
+            learning_rate.fill_(args.learning_rate * 0.01 ** min(progress(), 1))
+        ent_coef.fill_(args.ent_coef * max(1 - progress(), 0))
+        for _ in range(args.update_epochs):
+            rollout.shuffle(generator)
+            for _ in range(args.num_minibatches):
+                update()
+        updates += args.update_epochs * args.num_minibatches
+        timer.lap("learn")
+
+        # 4 log, evaluate, save
+        if elapsed() >= last_log + args.log_every:
+            last_log = elapsed()
+            log()
+            logged_step = global_step
+            logged_updates = updates
+            timer.lap("log")
+        if args.eval_every and elapsed() >= last_eval + args.eval_every:
+            last_eval = elapsed()
+            with interrupts.at_once():
+                scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+            timer.lap()
+        if args.checkpoint_every and elapsed() >= last_checkpoint + args.checkpoint_every:
+            last_checkpoint = elapsed()
+            save()
+            timer.lap()
+
+    # --- the end: what must not be lost comes first ---------------------------------------------------------------
+    if global_step > logged_step:
+        log()
+    wall_seconds = elapsed()
+    save()
+    busy_seconds = sum(timer.total.values()) or math.inf
+    new_steps = global_step - first_step
+    new_updates = updates - first_update
+    summary = {
+        "script": SCRIPT,
+        "device": device_name,
+        "peak_memory_gib": peak_memory_gib(device),
+        "precision": precision,
+        "compiled": is_compiled,
+        "cudagraph": use_graphs
+        and all(step.graph is not None for step in (act_step_and_store, finish_rollout, update)),
+        "sdpa": None,
+        "env_steps": global_step,
+        "wall_seconds": wall_seconds,
+        "env_steps_per_second": new_steps / busy_seconds,
+        "updates_per_second": new_updates / busy_seconds,
+        "samples_per_second": new_updates * minibatch_size / busy_seconds,
+        "replay_ratio": new_updates * minibatch_size / max(new_steps, 1),
+        "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
+        "train_fraction": timer.total["learn"] / busy_seconds,
+        **scores,
+    }
+    write_json(folder / "summary.json", summary)
+    say("")
+    if not interrupts:
+        with interrupts.at_once():
+            summary |= evaluate_and_log(args.eval_episodes)
+            write_json(folder / "summary.json", summary)
+            say("  ".join(f"{name} {value:g}" for name, value in summary.items() if name.startswith("eval")))
+            if args.video:
+                save_gif(agent, args, device, folder)
+            say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
+    if interrupts:
+        say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
+    with suppress(OSError):  # on a full disk
+        writer.close()
+    return summary
+
+
+def parse_args() -> Args:
+    """The command line. With --resume and --evaluate it stands on top of the flags of that run."""
+    args = tyro.cli(Args, description=__doc__)
+    option = "resume" if args.resume is not None else "evaluate"
+    name = getattr(args, option)
+    if name is None:
+        return args
+    path, checkpoint = load_checkpoint(f"--{option}", name, args.run_dir)
+    saved_args = checkpoint["args"]
+    if args.total_timesteps is not None or args.max_seconds is not None:  # a new limit replaces the old ones
+        saved_args["total_timesteps"] = None
+        saved_args["max_seconds"] = None
+    flags = saved_flags(f"--{option} {name}", saved_args)
+    args = tyro.cli(Args, args=flags + sys.argv[1:], description=__doc__)
+    setattr(args, option, str(path))  # looked up once: the latest may soon be another one
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.reconfigure(line_buffering=True)  # else the end of --help is written at exit
+        main(parse_args())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # nobody reads --help any more (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+    except (OSError, MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            fail("out of memory: a smaller --num-envs, --num-steps or --eval-episodes works")
+        if not isinstance(error, OSError):
+            raise
+        fail(str(error))

@@ -1,0 +1,403 @@
+"""PPO on Snake: its advantages, its rollout, its updates, and its flags."""
+
+import copy
+import dataclasses
+import itertools
+import math
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_runs import checkpoint, load, scalars
+
+import ppo_snake
+from envs.snake import BODY, FOOD, HEAD, MOVES, SnakeEnv
+from envs.snake_batch import SnakeBatch
+from ppo_snake import Agent, Args, Rollout, fill_defaults, gae, main, policy_loss
+
+CPU = torch.device("cpu")
+QUICK = dict(
+    device="cpu", board="6x6", num_envs=24, num_steps=5, num_minibatches=4, total_timesteps=3000, hidden_size=32,
+    eval_episodes=10, eval_every=0, log_every=0.1, video=False, threads=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Train for a moment; gives the summary and the run folder."""
+    numbers = itertools.count(2)
+
+    def start(**flags) -> tuple[dict, Path]:
+        name = f"run{next(numbers)}" if (tmp_path / "run").exists() and "resume" not in flags else "run"
+        flags = QUICK | {"run_dir": str(tmp_path), "run_name": name} | flags
+        return main(Args(**flags)), tmp_path / (flags["run_name"] or "")
+
+    return start
+
+
+def agent(**flags) -> Agent:
+    args = fill_defaults(Args(**(QUICK | flags)), CPU)
+    return Agent(args, CPU)
+
+
+def boards(n: int, steps: int = 30) -> torch.Tensor:
+    """Codes (n, 6, 6) of games under way."""
+    envs = SnakeBatch(n, board=(6, 6))
+    obs = envs.reset()
+    for _ in range(steps):
+        obs = envs.step(torch.randint(4, (n,)))[0]
+    return obs.clone()
+
+
+# ------------------------------------------------------------------------------------------------ the algorithm
+
+
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.6, 1.0])
+def test_advantages_against_sums_of_td_errors(gae_lambda: float) -> None:
+    """Forward, game by game: the sum of (gamma * lambda)^n * TD error, up to the end of the game."""
+    rng = np.random.default_rng(0)
+    gamma, steps, games = 0.9, 12, 40
+    value = rng.normal(size=(steps + 1, games))
+    reward = rng.normal(size=(steps, games))
+    ending = rng.choice(["goes on", "terminated", "truncated"], p=[0.8, 0.1, 0.1], size=(steps, games))
+    expected = np.zeros((steps, games))
+    for game in range(games):
+        for start in range(steps):
+            weight = 1.0
+            for step in range(start, steps):
+                if ending[step, game] == "truncated":
+                    break
+                next_value = 0 if ending[step, game] == "terminated" else value[step + 1, game]
+                expected[start, game] += weight * (reward[step, game] + gamma * next_value - value[step, game])
+                weight *= gamma * gae_lambda
+                if ending[step, game] == "terminated":
+                    break
+    tensors = [torch.tensor(x) for x in (value, reward, ending == "terminated", ending == "truncated")]
+    np.testing.assert_allclose(gae(*tensors, gamma, gae_lambda), expected, atol=1e-6)
+
+
+def test_the_clipped_objective() -> None:
+    logratio = torch.tensor([0.0, 0.5, 0.5, -0.5, -0.5])
+    advantage = torch.tensor([2.0, 2.0, -2.0, 2.0, -2.0])
+    up, down = math.exp(0.5), math.exp(-0.5)
+    expected = [-2.0, -2 * 1.2, 2 * up, -2 * down, 2 * 0.8]  # the more pessimistic of both
+    assert policy_loss(logratio, advantage, 0.2).tolist() == pytest.approx(expected)
+
+
+def test_a_rollout_holds_the_last_steps_of_every_game() -> None:
+    args = fill_defaults(Args(**QUICK | dict(num_envs=6, num_steps=4, num_minibatches=3)), CPU)
+    rollout = Rollout(args, 2, torch.bfloat16, CPU)
+    game = torch.arange(6)
+    ends = game == 5
+    for step in range(8):  # the second four overwrite the first
+        number = 10 * step + game
+        features = number[:, None].expand(-1, 2)
+        rollout.add(features, number, number % 3, -number.float(), number / 2, number * 1.0, ends, ~ends)
+    number = 10 * torch.arange(4, 8)[:, None] + game
+    rollout.finish(torch.full((6,), 7.0), gamma=0.5, gae_lambda=0.0)
+    next_value = torch.cat([number[1:] / 2, torch.full((1, 6), 7.0)])
+    assert torch.equal(rollout.value, torch.cat([number[:1] / 2, next_value]))
+    advantage = torch.where(ends, number / 2, 0.0)  # terminated: the reward less the value; truncated: nothing
+    assert torch.equal(rollout.advantage, advantage)
+    assert torch.equal(rollout.returns, number / 2 + advantage)
+
+    generator = torch.Generator().manual_seed(0)
+    orders = []
+    for _ in range(2):
+        rollout.shuffle(generator)
+        minibatches = [rollout.next_minibatch() for _ in range(3)]
+        features, food_position, action, logprob, _, returns, truncated = map(torch.cat, zip(*minibatches))
+        assert sorted(food_position.tolist()) == number.flatten().sort().values.tolist()
+        assert torch.equal(features, food_position.bfloat16()[:, None].expand(-1, 2))
+        assert torch.equal(action, food_position % 3)
+        assert torch.equal(logprob, -food_position.float())
+        assert torch.equal(truncated, food_position % 10 != 5)
+        assert torch.equal(returns, torch.where(truncated, food_position / 2, food_position.float()))
+        orders.append(food_position)
+    assert not torch.equal(*orders)
+
+
+# ------------------------------------------------------------------------------------------------ the agent
+
+
+def test_moves_are_left_ahead_and_right_of_the_heading() -> None:
+    network, obs = agent(), boards(60)
+    orientation, _, _ = network.preprocess(obs)
+    heading = obs.flatten(1).max(1).values.int() - HEAD
+    left, ahead, right = network.move[orientation].unbind(1)
+    is_mirrored = orientation % 2 == 1
+    assert is_mirrored.any() and not is_mirrored.all()
+    assert torch.equal(ahead.int(), heading)
+    assert torch.equal(left.int(), torch.where(is_mirrored, heading + 1, heading - 1) % 4)
+    assert torch.equal(right.int(), torch.where(is_mirrored, heading - 1, heading + 1) % 4)
+
+
+def toward_the_food(obs: torch.Tensor) -> torch.Tensor:
+    """Moves (B,) of a player that goes straight to the food, around what is in the way of its next step."""
+    moves = []
+    for board in obs.numpy():
+        (head,), food = np.argwhere(board >= HEAD), np.argwhere(board == FOOD)[0]
+        costs = []
+        for move in MOVES:
+            row, column = head + move
+            free = 0 <= row < len(board) and 0 <= column < len(board[0]) and board[row, column] < BODY
+            costs.append(abs(row - food[0]) + abs(column - food[1]) if free else 1000)
+        moves.append(int(np.argmin(costs)))
+    return torch.tensor(moves)
+
+
+class Player:
+    greedy_move = staticmethod(toward_the_food)
+
+
+def test_evaluation_plays_every_game_once_to_its_end() -> None:
+    """Against the rule book, with the same policy and the same food."""
+    scores = []
+    for lane in range(12):
+        env = SnakeEnv(lane=lane, board=(6, 6))
+        obs, done = env.reset(seed=2**31)[0], False
+        while not done:
+            obs, _, terminated, truncated, info = env.step(toward_the_food(torch.as_tensor(obs)[None]).item())
+            done = terminated or truncated
+        scores.append(info["score"])
+    assert len(set(scores)) > 4
+    result = ppo_snake.evaluate(Player, fill_defaults(Args(**QUICK), CPU), 12, CPU)
+    assert result["eval_score_mean"] == pytest.approx(np.mean(scores))
+    assert result["eval_score_max"] == max(scores)
+    assert result["eval_score_median"] == torch.tensor(scores).median()
+    assert result["eval_episodes"] == 12
+
+
+# ------------------------------------------------------------------------------------------------ the loop
+
+
+@pytest.mark.parametrize("num_envs, num_minibatches, update_epochs", [(7, 5, 2), (24, 3, 1), (64, 16, 4)])
+def test_counters_hold_for_any_width(run, monkeypatch, num_envs, num_minibatches, update_epochs) -> None:
+    shuffles, shuffle = [], Rollout.shuffle
+    monkeypatch.setattr(Rollout, "shuffle", lambda *a: shuffles.append(shuffle(*a)))
+    summary, folder = run(num_envs=num_envs, num_minibatches=num_minibatches, update_epochs=update_epochs)
+    rollouts = math.ceil(3000 / (5 * num_envs))
+    assert summary["env_steps"] == rollouts * 5 * num_envs
+    assert summary["replay_ratio"] == pytest.approx(update_epochs)
+    assert checkpoint(folder)["updates"] == rollouts * num_minibatches * update_epochs
+    assert len(shuffles) == rollouts * update_epochs
+
+
+def test_what_is_stored_is_what_was_played(run, monkeypatch) -> None:
+    """A rollout beside the games it came from: views, probabilities, values, rewards and both kinds of endings."""
+    played, rollouts = [], []
+    step, finish = SnakeBatch.step, Rollout.finish
+
+    def watched_step(self, action):
+        before = self.codes.clone().view(-1, 6, 6)
+        result = step(self, action)
+        played.append((before, action, *(tensor.clone() for tensor in result[1:4])))
+        return result
+
+    def watched_finish(self, *arguments):
+        finish(self, *arguments)
+        rollouts.append(copy.deepcopy(self))
+
+    monkeypatch.setattr(SnakeBatch, "step", watched_step)
+    monkeypatch.setattr(Rollout, "finish", watched_finish)
+    monkeypatch.setattr(ppo_snake, "evaluate", lambda *_: {})
+    monkeypatch.setitem(ppo_snake.VARIANTS["Snake-v0"], "step_limit", 12)
+    torch.manual_seed(4)
+    network = agent()
+    run(seed=4, learning_rate=1e-30, total_timesteps=24 * 40)
+    assert len(rollouts) == 8 and len(played) == 40
+    obs, moves, *endings = (torch.cat(parts) for parts in zip(*played))
+    stored = {}
+    for name in "features food_position action logprob reward terminated truncated advantage returns".split():
+        stored[name] = torch.cat([getattr(one, name).flatten(0, 1) for one in rollouts])
+    for name, expected in zip(("reward", "terminated", "truncated"), endings):
+        assert torch.equal(stored[name], expected)
+    assert endings[1].any() and endings[2].any()
+    orientation, features, food_position = network.preprocess(obs)
+    assert torch.equal(stored["features"], features.flatten(1))
+    assert torch.equal(stored["food_position"], food_position)
+    assert torch.equal(network.move[orientation, stored["action"]], moves)
+    with torch.no_grad():
+        logits, value = network(features, food_position)
+    logprob = logits.log_softmax(1).gather(1, stored["action"][:, None]).squeeze(1)
+    torch.testing.assert_close(stored["logprob"], logprob)
+    torch.testing.assert_close(torch.cat([one.value[:-1].flatten() for one in rollouts]), value)
+    for one, following in itertools.pairwise(rollouts):
+        torch.testing.assert_close(one.value[-1], following.value[0])
+    torch.testing.assert_close(stored["returns"], stored["advantage"] + value)
+
+
+def test_actions_are_drawn_from_the_policy_for_every_game(run, monkeypatch) -> None:
+    probability = torch.tensor([0.2, 0.7, 0.1])
+    drawn, add = [], Rollout.add
+
+    def forward(self, features, food_position):
+        n = len(features)
+        return self.actor.bias.sum() * 0 + probability.log().expand(n, 3), self.critic.bias.expand(n) * 1 * 1
+
+    monkeypatch.setattr(Rollout, "add", lambda self, *a: drawn.append(a[2].clone()) or add(self, *a))
+    monkeypatch.setattr(Agent, "forward", forward)
+    monkeypatch.setattr(ppo_snake, "evaluate", lambda *_: {})
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: None)
+    run(num_envs=200, total_timesteps=20_000)
+    drawn = torch.stack(drawn)
+    counts = torch.bincount(drawn.flatten(), minlength=3) / drawn.numel()
+    torch.testing.assert_close(counts, probability, atol=0.015, rtol=0)
+    shares = (drawn == 1).float().mean(1)  # by step: never all or none of the games
+    assert 0.5 < shares.min() and shares.max() < 0.9
+
+
+def test_whole_updates_against_a_loop(run, monkeypatch) -> None:
+    """What six updates leave, from the minibatches they saw: the loss, Adam, clipping, annealing of both kinds."""
+    batches, sample = [], Rollout.next_minibatch
+    monkeypatch.setattr(Rollout, "next_minibatch", lambda *a: batches.append(sample(*a)) or batches[-1])
+    monkeypatch.setitem(ppo_snake.VARIANTS["Snake-v0"], "step_limit", 6)
+    flags = dict(learning_rate=0.02, max_grad_norm=0.05, seed=3, num_steps=10, num_minibatches=2, update_epochs=1)
+    _, folder = run(**flags, total_timesteps=24 * 30, ent_coef=0.3, vf_coef=0.7, clip_coef=0.05)
+    assert len(batches) == 6
+    torch.manual_seed(3)
+    network = agent()
+    weights = list(network.parameters())
+    mean = [torch.zeros_like(weight) for weight in weights]
+    square = [torch.zeros_like(weight) for weight in weights]
+    assert any(batch[-1].any() for batch in batches)
+    clipped = 0
+    for number, (features, food, action, old_logprob, advantage, returns, truncated) in enumerate(batches, 1):
+        progress = (number + 1) // 2 / 3  # after 1, 2 and 3 of 3 rollouts
+        advantage = (advantage - advantage.mean()) / advantage.std()
+        loss = 0
+        for i in (~truncated).nonzero().flatten():
+            logits, value = network(features[i : i + 1], food[i : i + 1])
+            logprobs = logits[0].log_softmax(0)
+            ratio = (logprobs[action[i]] - old_logprob[i]).exp()
+            clipped += not 0.95 < ratio < 1.05
+            objective = min(ratio * advantage[i], ratio.clamp(0.95, 1.05) * advantage[i])
+            error = (value[0] - returns[i]).abs()
+            v_loss = error**2 / 2 if error < 1 else error - 0.5
+            entropy = -(logprobs.exp() * logprobs).sum()
+            loss = loss + (-objective + 0.7 * v_loss - 0.3 * (1 - progress) * entropy) / 120
+        grads = torch.autograd.grad(loss, weights)
+        norm = sum((grad**2).sum() for grad in grads).sqrt()
+        assert norm > 0.05  # or clipping would not be seen
+        step_size = 0.02 * 0.01**progress
+        with torch.no_grad():
+            for weight, grad, m, v in zip(weights, grads, mean, square):
+                grad = grad * 0.05 / norm
+                m.mul_(0.9).add_(0.1 * grad)
+                v.mul_(0.999).add_(0.001 * grad**2)
+                root = (v / (1 - 0.999**number)).sqrt()
+                weight -= step_size * m / (1 - 0.9**number) / (root + 1e-8)
+    assert clipped > 5
+    saved = load(folder)["agent"]
+    for key, value in network.state_dict().items():
+        torch.testing.assert_close(saved[key], value, atol=3e-4, rtol=3e-3)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch, capsys) -> None:
+    finish, calls = Rollout.finish, []
+
+    def interrupting_finish(self, *arguments) -> None:
+        calls.append(0)
+        if len(calls) == 12:
+            signal.raise_signal(signal.SIGTERM)
+        finish(self, *arguments)
+
+    _, whole = run(run_name="whole")
+    monkeypatch.setattr(Rollout, "finish", interrupting_finish)
+    _, halves = run(run_name="halves")
+    assert f"--resume {halves}" in capsys.readouterr().out
+    assert checkpoint(halves)["global_step"] == 12 * 5 * 24
+    monkeypatch.undo()
+    summary, _ = run(run_name="halves", resume=str(halves))
+    expected, got = checkpoint(whole), checkpoint(halves)
+    assert set(expected) == set(got)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor) and name != "envs.finished":
+            assert torch.equal(value, got[name]), name
+    assert (got["global_step"], got["updates"]) == (expected["global_step"], expected["updates"])
+    assert summary["env_steps"] == 3000
+
+
+def test_bf16_stores_and_learns_in_bf16_and_moves_every_weight(run, monkeypatch) -> None:
+    """One autocast context around many updates would go on with the first weights."""
+    networks, outputs, copies, stored = [], [], [], []
+    init, sample = Agent.__init__, Rollout.next_minibatch
+    monkeypatch.setattr(Agent, "__init__", lambda self, *a: networks.append(self) or init(self, *a))
+    monkeypatch.setattr(Rollout, "next_minibatch", lambda *a: stored.append(sample(*a)) or stored[-1])
+    monkeypatch.setattr(ppo_snake, "pick_precision", lambda *_: torch.bfloat16)
+    _, features, food_position = agent().preprocess(boards(4))
+    networks.clear()
+
+    class WatchedAdam(torch.optim.Adam):
+        def step(self, *arguments):
+            super().step(*arguments)
+            gradients = [weight.grad for weight in self.param_groups[0]["params"]]
+            assert all(gradient.dtype == torch.float32 and gradient.abs().sum() > 0 for gradient in gradients)
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                outputs.append(networks[0](features, food_position)[0])
+                fresh = copy.deepcopy(networks[0])  # new tensors: no cast of them can be an old one
+                copies.append(fresh(features, food_position)[0])
+
+    monkeypatch.setattr(torch.optim, "Adam", WatchedAdam)
+    summary, _ = run(total_timesteps=1200, learning_rate=1e-2)
+    assert summary["precision"] == "bfloat16" and len(outputs) > 20
+    assert stored[0][0].dtype == torch.bfloat16
+    assert not any(torch.equal(before, after) for before, after in zip(outputs[1:], outputs[2:]))
+    assert all(torch.equal(*pair) for pair in zip(outputs, copies))
+
+
+# ------------------------------------------------------------------------------------------------ flags
+
+
+def critic(summary: dict, folder: Path) -> list[float]:
+    return checkpoint(folder)["agent.critic.bias"].tolist()
+
+
+FLAGS = {  # another value than QUICK's, and where it shows
+    "seed": (2, critic),
+    "total_timesteps": (1200, lambda s, f: s["env_steps"]),
+    "run_name": ("other", lambda s, f: f.name),
+    "env_id": ("SnakeBlocks-v0", lambda s, f: scalars(f)["charts/episodic_return"][-1] < -100),
+    "board": ("5x7", lambda s, f: checkpoint(f)["envs.codes"].shape),
+    "num_envs": (28, lambda s, f: checkpoint(f)["envs.head"].shape),
+    "hidden_size": (40, lambda s, f: checkpoint(f)["agent.critic.weight"].shape),
+    "learning_rate": (1e-2, critic),
+    "anneal_lr": (False, lambda s, f: round(scalars(f)["losses/learning_rate"][-1], 6)),
+    "num_steps": (8, lambda s, f: s["env_steps"]),
+    "num_minibatches": (3, lambda s, f: checkpoint(f)["updates"]),
+    "update_epochs": (1, lambda s, f: checkpoint(f)["updates"]),
+    "gamma": (0.5, critic),
+    "gae_lambda": (0.1, critic),
+    "clip_coef": (1e-3, critic),
+    "ent_coef": (0.5, critic),
+    "vf_coef": (0.1, critic),
+    "max_grad_norm": (1e-3, critic),
+    "threads": (2, lambda s, f: s["device"]),
+    "log_every": (1e-6, lambda s, f: len(scalars(f)["charts/SPS"]) > 20),
+    "eval_every": (0.02, lambda s, f: len(scalars(f)["eval/score_mean"]) > 1),
+    "eval_episodes": (11, lambda s, f: s["eval_episodes"]),
+    "video": (True, lambda s, f: (f / "videos" / "snake.gif").exists()),
+}
+ELSEWHERE = {  # have tests over all scripts
+    "device", "max_seconds", "run_dir", "bf16", "fp16", "tf32", "compile", "compile_mode", "cudagraph",
+    "checkpoint_every", "resume", "evaluate", "render", "wandb",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[dict, Path]:
+    folder = tmp_path_factory.mktemp("plain")
+    return main(Args(**QUICK | {"run_dir": str(folder), "run_name": "run"})), folder / "run"
+
+
+def test_no_flag_is_without_a_test() -> None:
+    assert {field.name for field in dataclasses.fields(Args)} == set(FLAGS) | ELSEWHERE
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_changes_what_it_says(run, plain, flag) -> None:
+    value, look = FLAGS[flag]
+    more = {"board": "9x9"} if flag == "env_id" else {}
+    assert look(*run(**{flag: value} | more)) != look(*plain)
