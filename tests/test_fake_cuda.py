@@ -32,8 +32,8 @@ STEPS = {"dqn_snake": 80, "ppo_snake": 320, "dqn_snake_sb3_compat": 24, "ppo_met
 ROUND = {"dqn_snake": 8, "ppo_snake": 32, "dqn_snake_sb3_compat": 2, "ppo_metta": 96, "dqn_mario_async": 2}
 # At most so many launches for a step of all games (of a ring that is read), and for an update.
 LAUNCHES = {
-    "dqn_snake": (295, 150),
-    "ppo_snake": (330, 100),
+    "dqn_snake": (305, 165),
+    "ppo_snake": (330, 150),
     "dqn_snake_sb3_compat": (13, 82),
     "ppo_metta": (1_550, 510),
     "dqn_mario_async": (30, 210),
