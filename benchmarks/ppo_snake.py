@@ -11,7 +11,7 @@ from ppo_snake import wilson_interval
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:.1f} %"
 
 
 @table(

@@ -61,6 +61,21 @@ def learned_food() -> dict[str, list[dict]]:
     return learned
 
 
+def filled_boards() -> dict[str, list[dict]]:
+    """Runs of ppo_snake.py at its defaults, by their seconds."""
+    learned = {}
+    for seconds in ("60", "120"):
+        flags = f"--max-seconds {seconds}"
+        runs = [one for one in results("ppo-snake-learn")["runs"] if one["flags"].split(" --seed")[0] == flags]
+        assert len(runs) == 3 and {one["precision"] for one in runs} == {"float32"}
+        learned[seconds] = runs
+    return learned
+
+
+def share_filled(runs: list[dict]) -> str:
+    return f"{100 * statistics.mean(one['eval_full_boards'] for one in runs):.0f} % of the boards filled"
+
+
 def sb3_food() -> str:
     """What SB3's agents at their defaults reach."""
     assert max(best("time-to-score", f"SB3's {who}, defaults") for who in ("DQN", "PPO")) < 5
@@ -111,7 +126,11 @@ def readme() -> list[str]:
     in_turn = f"{ratio('mario-async', 'in turn'):.2f} times one thread in turn"
     peer = results("metta-peer")["runs"]
     ours, sb3 = hundreds(median(peer["ours"])), hundreds(median(peer["SB3's PPO, the rule book"]))
+    ppo = filled_boards()
+    ppo_speed = f"{hundreds(median(ppo['120']))} env steps/s"
     phrases = [
+        f"| `ppo_snake.py --max-seconds 60` | {hearts(ppo['60']):.1f} food of 97 after 1 minute |",
+        f"| `ppo_snake.py` | {hearts(ppo['120']):.1f} food after 2 minutes, {share_filled(ppo['120'])} | | {ppo_speed}",
         f"| `dqn_snake.py --max-seconds 60` | {hearts(food['60']):.1f} food of 97 after 1 minute | {sb3_food()} | |",
         f"| `dqn_snake.py` | {hearts(food['120']):.1f} food after 2 minutes | | {hundreds(median(food['120']))} env",
         f"| {hearts(food['600']):.1f} food after 10 minutes, best games fill the board |",
@@ -136,7 +155,12 @@ def headlines() -> list[str]:
     for case in ("dqn_snake.py --bf16", "dqn_snake.py"):
         rates.append([one["samples_per_second"] / one["train_fraction"] for one in bf16["runs"][case]])
     ours, batched, book = (hundreds(median(runs)) for runs in results("metta-peer")["runs"].values())
+    ppo = filled_boards()
     phrases = [
+        f"| 1 minute | {hearts(ppo['60']):.1f} food of 97 | `dqn_snake.py`: {hearts(food['60']):.1f} |",
+        f"| 2 minutes | {hearts(ppo['120']):.1f} food, {share_filled(ppo['120'])} | `dqn_snake.py`: "
+        f"{hearts(food['120']):.1f} |",
+        f"| `ppo_snake.py`, playing and learning | {hundreds(median(ppo['120']))} env steps/s |",
         f"| 1 minute | {hearts(food['60']):.1f} food of 97 | {sb3_food()} |",
         f"| 2 minutes | {hearts(food['120']):.1f} food",
         f"| 10 minutes | {hearts(food['600']):.1f} food",

@@ -90,6 +90,7 @@ BAD_OF = {
         dict(ent_coef=math.inf),
         dict(num_minibatches=7),
         dict(num_minibatches=240),
+        dict(num_minibatches=120),
         dict(board="3x3"),
         dict(board="axb"),
         dict(num_envs=10**10),
