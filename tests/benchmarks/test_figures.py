@@ -73,7 +73,7 @@ def filled_boards() -> dict[str, list[dict]]:
 
 
 def share_filled(runs: list[dict]) -> str:
-    return f"{100 * statistics.mean(one['eval_full_boards'] for one in runs):.0f} % of the boards filled"
+    return f"{low_to_high([100 * one['eval_full_boards'] for one in runs])} % of the boards filled"
 
 
 def sb3_food() -> str:
