@@ -27,7 +27,7 @@ from benchmarks.harness import Options, measure_rate
 from benchmarks.metta_parts import metta_env_rate
 from benchmarks.report import active_switches, code, markdown_table, table
 from benchmarks.sb3_peers import FOREVER
-from benchmarks.snake import least_work
+from benchmarks.snake import least_work, saved_weights
 
 
 @dataclass
@@ -163,7 +163,8 @@ def speed_run(script: str, flags: str, seconds: float) -> dict:
         summary["steady"] = harness.median_scalars(run_folder)
         summary["args"] = json.loads((run_folder / "args.json").read_text())
         if script == "dqn_snake.py":
-            summary["update_flops"] = least_work(summary["args"]["batch_size"], run_folder / "checkpoint.pt")[0]
+            weights = saved_weights(run_folder, "q_network")
+            summary["update_flops"] = least_work(summary["args"]["batch_size"], weights)[0]
     return summary
 
 

@@ -36,8 +36,9 @@ SUITES = {
     "switches": ["switches"],
     "scaling": ["scaling"],
     "learn": ["learn"],
-    "ppo-snake-learn": ["ppo-snake-learn"],
-    "time-to-score": ["time-to-score"],
+    "ppo-snake": ["ppo-snake-learn", "ppo-snake-speed", "ppo-snake-boards"],
+    "ppo-snake-long": ["ppo-snake-long"],
+    "time-to-score": ["time-to-score", "time-to-score-ppo"],
     "time-to-hearts": ["time-to-hearts"],
     "time-to-distance": ["time-to-distance"],
 }

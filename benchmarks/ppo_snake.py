@@ -1,34 +1,30 @@
-"""Tables of ppo_snake.py: what it learns."""
+"""Tables of ppo_snake.py: what it learns, and how fast."""
 
 import statistics
+from functools import partial
 
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import Options, column
+from benchmarks.harness import SPEED_RUN, Options, column
 from benchmarks.report import markdown_table, median_min_max, table
+from benchmarks.snake import ceiling, least_work, matmul_seconds, saved_weights
 
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-@table(
-    "ppo-snake-learn",
-    caption="""
-    1,000 greedy games after a wall-clock budget, per seed: mean food of 97, and how many of them filled the board.
+def interval(run: dict) -> str:
+    return f"{100 * run['eval_full_boards_lowest']:.1f}–{100 * run['eval_full_boards_highest']:.1f}"
 
-    Seeds differ by far more than the games of one seed: an interval of all games together would say too much.
-    """,
-)
-def ppo_snake_learn(options: Options, device: torch.device) -> tuple[str, dict]:
-    settings = ["--max-seconds 60", "--max-seconds 120"]
-    if options.fast:
-        settings = settings[:1]
+
+def learning_table(settings: list[tuple], options: Options) -> tuple[str, dict]:
+    """A row for each of `settings`: flags and seeds."""
     rows = []
     raw = []
-    for flags in settings:
-        runs = [harness.run(f"{flags} --seed {seed}", options, "ppo_snake.py") for seed in options.seeds]
+    for flags, seeds in settings:
+        runs = [harness.run(f"{flags} --seed {seed}", options, "ppo_snake.py") for seed in seeds]
         raw += runs
         scores = column(runs, "eval_score_mean")
         full = column(runs, "eval_full_boards")
@@ -37,8 +33,87 @@ def ppo_snake_learn(options: Options, device: torch.device) -> tuple[str, dict]:
             " · ".join(f"{score:.1f}" for score in scores),
             f"{statistics.mean(scores):.1f}",
             " · ".join(percent(share) for share in full),
+            " · ".join(interval(run) for run in runs),
             median_min_max(column(runs, "env_steps_per_second")),
         ]
         rows.append(row)
-    header = "flags | mean food, seeds 1 · 2 · 3 | mean | boards filled | env steps/s"
+    header = "flags | mean food, seeds 1 · 2 · 3 | mean | boards filled | 95 % intervals of these | env steps/s"
     return markdown_table(header, rows), {"runs": raw}
+
+
+@table(
+    "ppo-snake-learn",
+    caption="""
+    1,000 greedy games after a wall-clock budget, per seed: mean food of 97, and how many of them filled the board.
+
+    An interval is that of one seed's games. Seeds differ by far more.
+    """,
+)
+def ppo_snake_learn(options: Options, device: torch.device) -> tuple[str, dict]:
+    budgets = [60] if options.fast else [60, 120]
+    return learning_table([(f"--max-seconds {budget}", options.seeds) for budget in budgets], options)
+
+
+@table(
+    "ppo-snake-long",
+    caption="""
+    As in ppo-snake-learn, after ten minutes and after half an hour.
+    """,
+)
+def ppo_snake_long(options: Options, device: torch.device) -> tuple[str, dict]:
+    budgets = [10] if options.fast else [600, 1800]
+    return learning_table([(f"--max-seconds {budget}", options.seeds) for budget in budgets], options)
+
+
+@table(
+    "ppo-snake-boards",
+    caption="""
+    As in ppo-snake-learn, on a smaller board (33 food fill it) and on a larger one (397), whose 20x20 has one seed.
+    """,
+)
+def ppo_snake_boards(options: Options, device: torch.device) -> tuple[str, dict]:
+    settings = [("--board 6x6 --max-seconds 120", options.seeds), ("--board 20x20 --max-seconds 1800", [1])]
+    if options.fast:
+        settings = [("--board 6x6 --max-seconds 10", [1])]
+    return learning_table(settings, options)
+
+
+@table(
+    "ppo-snake-speed",
+    caption="""
+    Playing and learning, end to end, by games at once; a minibatch is a sixteenth of the steps of a rollout.
+
+    "Its matmuls" is the share of an update's time that they take when run alone, the last column the operations per
+    second of an update beside those of a large matmul.
+    """,
+)
+def ppo_snake_speed(options: Options, device: torch.device) -> tuple[str, dict]:
+    widths = (16, 128) if options.fast else (1, 16, 128, 1024, 4096)
+    base = f"{SPEED_RUN} --max-seconds {5 if options.fast else 8}"
+    calls = {width: partial(harness.run, f"{base} --num-envs {width}", options, "ppo_snake.py") for width in widths}
+    seconds = 0.3 if options.fast else 1
+    calls["ceiling"] = lambda: harness.in_subprocess(ceiling, device=device.type, seconds=seconds)
+    measured = harness.alternate(options, calls)
+    most_flops = statistics.median(flops for flops, _ in measured["ceiling"])
+    rows = []
+    raw = {}
+    for width in widths:
+        runs = measured[width]
+        minibatch = 2 * width
+        weights = saved_weights(harness.run_folder(runs[0]["run"]), "agent")
+        seconds = statistics.median(one["train_fraction"] / one["updates_per_second"] for one in runs)
+        alone = matmul_seconds(minibatch, weights, device, forward_passes=1)
+        flops, _ = least_work(minibatch, weights, forward_passes=1)
+        raw[width] = {"runs": runs, "update_seconds": seconds, "matmul_seconds": alone, "flops": flops}
+        row = [
+            f"{width:,}",
+            median_min_max(column(runs, "env_steps_per_second")),
+            f"{minibatch:,}",
+            f"{1000 * seconds:.2f}",
+            f"{alone / seconds:.0%}",
+            f"{flops / seconds / 1e9:,.0f} ({flops / seconds / most_flops:.0%})",
+        ]
+        rows.append(row)
+    text = markdown_table("games | env steps/s | minibatch | ms per update | its matmuls | GFLOP/s", rows)
+    text += f"\n\nCeiling: {most_flops / 1e9:,.0f} GFLOP/s (fp32 matmul)."
+    return text, {"games": raw, "ceiling": measured["ceiling"]}

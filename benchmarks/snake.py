@@ -191,19 +191,26 @@ def ceiling(device: str, seconds: float) -> list[float]:
     return [flops, bandwidth]
 
 
+def saved_weights(folder: Path, network: str) -> dict[str, torch.Tensor]:
+    """Of the checkpoint in a run folder."""
+    return torch.load(folder / "checkpoint.pt", weights_only=True)[network]
+
+
 def layer_shapes(weights: dict[str, torch.Tensor]) -> list[torch.Size]:
     """(outputs, inputs) of the layers that multiply matrices."""
     shapes = []
     for name, tensor in weights.items():
-        if name.endswith(".weight") and tensor.ndim == 2 and ".food." not in name:
+        if name.endswith(".weight") and tensor.ndim == 2 and "food." not in name:
             shapes.append(tensor.shape)
     return shapes
 
 
-def matmul_seconds(batch: int, checkpoint: Path, device: torch.device) -> float:
-    """Time that the matmuls of one update take alone: three forward passes, and the backward pass of one."""
+def matmul_seconds(
+    batch: int, weights: dict[str, torch.Tensor], device: torch.device, forward_passes: int = 3
+) -> float:
+    """Time that the matmuls of one update take alone: its forward passes, and the backward pass of one."""
     layers = []
-    for outputs, inputs in layer_shapes(torch.load(checkpoint, weights_only=True)["q_network"]):
+    for outputs, inputs in layer_shapes(weights):
         x = torch.randn(batch, inputs, device=device)
         weight = torch.randn(outputs, inputs, device=device)
         y = torch.randn(batch, outputs, device=device)
@@ -212,7 +219,7 @@ def matmul_seconds(batch: int, checkpoint: Path, device: torch.device) -> float:
     for _ in range(22):
         start = time.perf_counter()
         for i, (x, weight, y) in enumerate(layers):
-            for _ in range(3):
+            for _ in range(forward_passes):
                 x @ weight.T
             y.T @ x
             if i:  # nothing is learned below the first layer
@@ -223,17 +230,16 @@ def matmul_seconds(batch: int, checkpoint: Path, device: torch.device) -> float:
     return statistics.median(timings[2:])
 
 
-def least_work(batch: int, checkpoint: Path) -> tuple[float, float]:
+def least_work(batch: int, weights: dict[str, torch.Tensor], forward_passes: int = 3) -> tuple[float, float]:
     """Operations of the matmuls of one update, and the bytes it cannot help reading and writing, in fp32.
 
     Bytes: what each matmul reads and writes, and ten passes over all weights: gradient, weight, Adam's two moments and
     target weight, each read once and written once.
     """
-    weights = torch.load(checkpoint, weights_only=True)["q_network"]
     flops = 0
     numbers = 10 * sum(tensor.numel() for tensor in weights.values())
     for i, (outputs, inputs) in enumerate(layer_shapes(weights)):
-        passes = 5 if i else 4
+        passes = forward_passes + (2 if i else 1)  # nothing is learned below the first layer
         flops += 2 * passes * batch * outputs * inputs
         numbers += passes * (batch * inputs + outputs * inputs + batch * outputs)
     return flops, 4 * numbers
@@ -264,10 +270,10 @@ def update(options: Options, device: torch.device) -> tuple[str, dict]:
         if not all(column(runs, "updates_per_second")):
             rows.append([f"{batch:,}", "no update in time", "", "", "", ""])
             continue
-        checkpoint = harness.run_folder(runs[0]["run"]) / "checkpoint.pt"
+        weights = saved_weights(harness.run_folder(runs[0]["run"]), "q_network")
         seconds = statistics.median(one["train_fraction"] / one["updates_per_second"] for one in runs)
-        floor = matmul_seconds(batch, checkpoint, device)
-        flops, moved = least_work(batch, checkpoint)
+        floor = matmul_seconds(batch, weights, device)
+        flops, moved = least_work(batch, weights)
         samples = [one["updates_per_second"] * batch / one["train_fraction"] for one in runs]
         raw[batch] = {
             "runs": runs,

@@ -103,6 +103,43 @@ def time_to_score(options: Options, device: torch.device) -> tuple[str, dict]:
 
 
 @table(
+    "time-to-score-ppo",
+    caption="""
+    As in time-to-score, `ppo_snake.py` beside the fastest rows of that table, for up to a minute.
+
+    It is evaluated after every rollout or two, as often as ours there. Its learning rate falls over a run of so many
+    steps, as that of `dqn_snake.py` does.
+    """,
+)
+def time_to_score_ppo(options: Options, device: torch.device) -> tuple[str, dict]:
+    goals = (5, 10, 20, 30)
+    peer = "SB3's DQN, our recipe"
+    threads = torch.get_num_threads()
+    steps = 60_000 if options.fast else 600_000
+    explored = 0.03
+    flags = f"--total-timesteps {steps} --log-every 0.2 --eval-episodes 1000 --checkpoint-every 0"
+    dqn = f"{flags} --eval-every 0.7 --hidden-size 256 --no-double --exploration-fraction {explored}"
+    variants = {
+        "ppo_snake.py": ("ppo_snake.py", f"{flags} --eval-every 0.7"),
+        "ppo_snake.py, 256 wide": ("ppo_snake.py", f"{flags} --eval-every 0.7 --hidden-size 256"),
+        "dqn_snake.py, best settings": ("dqn_snake.py", dqn),
+    }
+    limits = {"seconds": 60, "every": 0.5, "goal": goals[-1], "device": device.type, "threads": threads}
+    limits |= {"width": 256, "explored": round(explored * steps)}
+    curves = {name: [] for name in [*variants, peer]}
+    for seed in options.seeds:
+        for name, (script, settings) in variants.items():
+            one = harness.run(f"{settings} --seed {seed}", options, script)
+            curves[name].append(harness.eval_curve(harness.run_folder(one["run"])))
+        curves[peer].append(harness.in_subprocess(sb3_curve, name=peer, seed=seed, **limits))
+    ends = {name: runs[0][-1][0] for name, runs in curves.items()}
+    text, compared = time_to_goals(goals, "food", curves, ends)
+    for name, (script, settings) in variants.items():
+        text += f"\n\n{name}: `python {script} {settings}`."
+    return text, {"goals": goals, "curves": curves, "ratios": compared}
+
+
+@table(
     "time-to-hearts",
     caption="""
     Seconds of training until an evaluation (48 episodes of agents, every 20 seconds) has so many hearts, per seed.

@@ -59,7 +59,7 @@ def curves(found: dict, ours: list[str], seeds: int) -> dict[str, Callable]:
         return found["curves"][name][seed - 1]
 
     def plans(*_: Any) -> tuple[dict, dict]:
-        return found["plans"], {name: end for name, end in found["ends"].items() if name not in ours}
+        return found.get("plans"), {name: end for name, end in found["ends"].items() if name not in ours}
 
     return {
         RUN: lambda *_: {"run": "none"},
@@ -81,6 +81,7 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
         rounds = {batch: one["runs"] for batch, one in batches.items()} | {"ceiling": found["ceiling"]}
         return {
             ALTERNATE: alternate(rounds),
+            "snake.saved_weights": lambda *_: {},
             "snake.matmul_seconds": lambda batch, *_: batches[str(batch)]["matmul_seconds"],
             "snake.least_work": lambda batch, *_: batches[str(batch)]["flops_and_bytes"],
         }
@@ -89,8 +90,18 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
         return {ALTERNATE: alternate(*rounds), "harness.free_gib": lambda device: math.inf}
     if name == "learn":
         return {RUN: runs(*found["runs"]), EVAL_CURVE: lambda folder: []}
-    if name == "ppo-snake-learn":
+    if name in ("ppo-snake-learn", "ppo-snake-long", "ppo-snake-boards"):
         return {RUN: runs(*found["runs"])}
+    if name == "ppo-snake-speed":
+        games = found["games"]
+        rounds = {width: one["runs"] for width, one in games.items()} | {"ceiling": found["ceiling"]}
+        by_minibatch = {2 * int(width): one for width, one in games.items()}
+        return {
+            ALTERNATE: alternate(rounds),
+            "ppo_snake.saved_weights": lambda *_: {},
+            "ppo_snake.matmul_seconds": lambda batch, *_, **__: by_minibatch[batch]["matmul_seconds"],
+            "ppo_snake.least_work": lambda batch, *_, **__: (by_minibatch[batch]["flops"], 0),
+        }
     if name == "sb3-speed":
         cases = []
         for rates in found["rates"].values():
@@ -161,8 +172,8 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
             RUN: runs(*found["runs"]),
             IN_SUBPROCESS: lambda *_, **__: found["random"],
         }
-    seeds = {"time-to-score": 3, "time-to-hearts": 1, "time-to-distance": 1}[name]
-    return curves(found, [who for who in found["curves"] if who.startswith("ours")], seeds)
+    seeds = {"time-to-score": 3, "time-to-score-ppo": 3, "time-to-hearts": 1, "time-to-distance": 1}[name]
+    return curves(found, [who for who in found["curves"] if not who.startswith("SB3")], seeds)
 
 
 def again(name: str, monkeypatch) -> str:

@@ -58,9 +58,19 @@ def test_what_would_not_fit_is_not_started(monkeypatch) -> None:
     assert "| `dqn_snake.py --num-envs 4096` | 1 (1–1) |" in text and not any("envs 65536" in flags for flags in asked)
 
 
-def test_the_benchmark_times_the_matmuls_of_an_update(tmp_path) -> None:
+def test_the_benchmark_times_the_matmuls_of_an_update() -> None:
     args = dqn_snake.fill_defaults(dqn_snake.Args(device="cpu"), CPU)
-    q_network = dqn_snake.QNetwork(args, CPU)
-    torch.save({"q_network": q_network.state_dict()}, tmp_path / "checkpoint.pt")
-    seconds = [snake.matmul_seconds(batch, tmp_path / "checkpoint.pt", CPU) for batch in (16, 4096)]
+    weights = dqn_snake.QNetwork(args, CPU).state_dict()
+    seconds = [snake.matmul_seconds(batch, weights, CPU) for batch in (16, 4096)]
     assert 0 < 10 * seconds[0] < seconds[1]
+    assert snake.matmul_seconds(4096, weights, CPU, forward_passes=1) < snake.matmul_seconds(4096, weights, CPU, 6)
+
+
+def test_the_benchmark_counts_the_operations_of_an_update() -> None:
+    """By hand: the first layer has no gradient to hand down, and the lookup of the food is no matmul."""
+    weights = {"features.weight": torch.zeros(7, 5), "food.weight": torch.zeros(9, 7)}
+    weights["actor.weight"] = torch.zeros(3, 7)
+    of_dqn, _ = snake.least_work(10, weights)
+    of_ppo, _ = snake.least_work(10, weights, forward_passes=1)
+    assert of_dqn == 2 * 10 * (4 * 35 + 5 * 21)
+    assert of_ppo == 2 * 10 * (2 * 35 + 3 * 21)
