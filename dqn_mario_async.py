@@ -27,7 +27,7 @@ import timeit
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, pairwise
@@ -36,6 +36,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
@@ -47,10 +48,15 @@ from envs.mario_batch import MarioBatch, MarioEnv
 from envs.playing import play, show_in_terminal, write_gif
 from envs.ring import Broadcast, Collectors, Fields, Publisher, Ring, to_device
 from envs.smb import SuperMarioBrosBatch, SuperMarioBrosEnv
+from envs.streams import lane_key
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
 CHECKPOINT_VERSION = 3
+RANK = int(os.environ.get("RANK", 0))  # these four are set by torchrun
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 EVAL_LANES = 128  # games evaluated at once
 
 
@@ -226,12 +232,13 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     args = replace(args)
     on_cuda = device.type == "cuda"
     is_real = args.env_id == "SuperMarioBros"
+    cores = max(CORES // LOCAL_RANKS, 1)
     if args.preset == "original":
         for name, value in ORIGINAL_PRESET.items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
     if args.num_collectors is None:
-        args.num_collectors = min(max(CORES - 1, 1), 8)
+        args.num_collectors = min(max(cores - 1, 1), 8)
     if args.envs_per_collector is None:
         args.envs_per_collector = 1 if is_real else 16
     if args.batch_size is None:
@@ -244,7 +251,7 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     if args.buffer_size is None:
         args.buffer_size = 100_000
     if args.threads is None:
-        args.threads = pick_threads(max(CORES - args.num_collectors, 1))
+        args.threads = pick_threads(max(cores - args.num_collectors, 1))
     if args.max_seconds is None and args.total_timesteps is None:
         args.max_seconds = 900.0
     check_ranges(args)
@@ -263,12 +270,14 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         fail("--render: shows a trained agent, so it needs --evaluate PATH")
     if args.resume is not None and args.evaluate is not None:
         fail("--resume --evaluate: choose one of them")
-    num_games = max(args.num_collectors, 1) * args.envs_per_collector
+    num_games = RANKS * max(args.num_collectors, 1) * args.envs_per_collector
     slots_of_a_game = 2 * args.ring_blocks + args.n_step + args.stack  # what one read can bring, and its surroundings
     lowest = num_games * slots_of_a_game + args.learning_starts
     if args.buffer_size < lowest:
         fail(f"--buffer-size {args.buffer_size}: at least {lowest} for {num_games} games")
     args.learning_starts = max(args.learning_starts, num_games * (args.n_step + 1))
+    if args.checkpoint_replay and RANKS > 1:
+        fail("--checkpoint-replay: a checkpoint cannot hold the replay of several ranks; without it it works")
     check_shared_memory(args)
     try:
         make_envs(args, 1)  # an emulator is freed at once
@@ -470,6 +479,8 @@ def td_target(
 
 RUNNING, TRUNCATED, TERMINATED, FINAL = range(4)  # the `end` of a step; FINAL: no step, but the frame after the last
 STATISTICS = ["distance", "flag", "score", "length", "return"]  # of a game
+COUNTED = ["steps", "blocks", "games", "reads", "ring_fill", "weight_age", "epsilon", *STATISTICS]  # by the learner
+COUNTED += ["wait_seconds", "act_seconds", "env_seconds"]
 
 
 def block_fields(args: Args) -> Fields:
@@ -839,6 +850,11 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:120]
+
+
 def say(line: str, end: str = "\n") -> None:
     """Print. When nobody reads any more (`| head`), the run ends as by SIGTERM: it saves, and is silent."""
     try:
@@ -940,8 +956,7 @@ def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options
             compiled(*example)
         return compiled
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:120]
-        say(f"--compile: failed ({reason}); eager mode is used instead")
+        say(f"--compile: failed ({first_line(error)}); eager mode is used instead")
         return function
 
 
@@ -991,15 +1006,14 @@ class CUDAGraphStep:
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self.function()
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0][:120]
-            say(f"--cudagraph: failed ({reason}); the loop goes on without this graph")
+            say(f"--cudagraph: failed ({first_line(error)}); the loop goes on without this graph")
             self.graph = None
             default_generator = torch.cuda.default_generators[torch.cuda.current_device()]
             for generator in (self.generator, default_generator):  # their old states still take part in the capture
                 generator.graphsafe_set_state(generator.clone_state())
             if self.scaler is not None:
                 self.scaler.update(self.scaler.get_scale())  # forgets that it has unscaled gradients
-        self.timer.lap()
+        self.timer.lap()  # capturing counts nowhere
 
 
 class PhaseTimer:
@@ -1092,6 +1106,72 @@ def restore_process() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
+class RankLost(RuntimeError):
+    """Another rank of a torchrun is gone."""
+
+
+@contextmanager
+def one_of_ranks() -> Iterator[None]:
+    """Meet the other ranks, if torchrun has started several. All but the first are silent."""
+    if RANKS == 1:
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    with open(os.devnull, "w") as silence, redirect_stdout(silence if RANK > 0 else sys.stdout):
+        try:
+            dist.init_process_group()
+            yield
+        except (RankLost, dist.DistError) as error:
+            print(f"{SCRIPT}.py: rank {RANK} has lost another one ({first_line(error)})", file=sys.stderr)
+            raise SystemExit(1) from None
+
+
+def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """In place. Where there is one rank it costs nothing."""
+    if RANKS > 1:
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:
+            raise RankLost(first_line(error)) from None
+        tensor /= RANKS
+    return tensor
+
+
+def average_gradients(weights: list[torch.Tensor]) -> None:
+    """Over all ranks, in one message."""
+    if RANKS == 1:
+        return
+    flat_grad = mean_over_ranks(torch.cat([weight.grad.flatten() for weight in weights]))
+    for weight, grad in zip(weights, flat_grad.split([weight.numel() for weight in weights])):
+        weight.grad.copy_(grad.view_as(weight))
+
+
+def sync(*values: float) -> list[float]:
+    """Their means over all ranks, which decide together only by these: they are the same on all."""
+    return mean_over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
+
+
+def rank_share(args: Args, *names: str) -> Args:
+    """`args` with this rank's part of what these flags say of all ranks."""
+    share = replace(args)
+    for name in names:
+        value = getattr(args, name)
+        if value % RANKS:
+            advice = f"must be a multiple of the {RANKS} ranks; {max(value // RANKS, 1) * RANKS} works"
+            fail(f"--{name.replace('_', '-')} {value}: {advice}")
+        setattr(share, name, value // RANKS)
+    return share
+
+
+def restarted_run(args: Args) -> str | None:
+    """Folder of the run that torchrun (--max-restarts) started again; only a --run-name says which one it is."""
+    folder = Path(args.run_dir) / (args.run_name or "")
+    if RESTARTS > 0 and args.run_name and (folder / "checkpoint.pt").is_file():
+        return str(folder)
+    return None
+
+
 def make_run_folder(args: Args) -> Path:
     """A folder that no other run has. Whoever creates args.json in it owns it, also of two that start at once."""
     name = args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
@@ -1137,8 +1217,9 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
         with suppress(OSError):
             temporary.unlink()
-        reason = str(error).strip().splitlines()[0]
-        print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
+        print(
+            f"{path}: could not be saved ({first_line(error)}); the checkpoint before it is untouched", file=sys.stderr
+        )
 
 
 def find_checkpoint(flag: str, name: str, run_dir: str) -> Path:
@@ -1176,8 +1257,7 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
         if other_flags:
             raise ValueError(f"it was made by another version, with other flags: {other_flags}")
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
+        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({first_line(error)})")
     return path, checkpoint
 
 
@@ -1266,6 +1346,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @restore_process()
+@one_of_ranks()
 def main(args: Args) -> dict:
     start_time = time.perf_counter()
     interrupts = Interrupts()
@@ -1278,30 +1359,34 @@ def main(args: Args) -> dict:
     q_network = QNetwork(args, device)
     if args.evaluate is not None:
         with interrupts.at_once():
-            return evaluate_run(q_network, args, device)
+            return evaluate_run(q_network, args, device) if RANK == 0 else {}
         return {}
 
     # --- networks, replay and collectors --------------------------------------------------------------------------
+    share = rank_share(args, "batch_size")
+    share.buffer_size //= RANKS
+    if RANK > 0:
+        share.seed = lane_key(args.seed, RANK) % EVAL_SEED
     target_network = QNetwork(args, device).requires_grad_(False)
     target_network.load_state_dict(q_network.state_dict())
     weights = list(q_network.parameters())
     target_weights = list(target_network.parameters())
-    replay = ReplayBuffer(args, device)
-    use_graphs = args.cudagraph and device.type == "cuda"
+    replay = ReplayBuffer(share, device)
+    use_graphs = args.cudagraph and device.type == "cuda" and RANKS == 1
     learning_rate = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.AdamW(
         weights, lr=learning_rate, weight_decay=args.weight_decay, fused=True, capturable=use_graphs
     )
     init_adam(optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    generator = torch.Generator(device).manual_seed(args.seed)
+    generator = torch.Generator(device).manual_seed(share.seed)
     beta = torch.tensor(args.beta, device=device)
     loss_and_q_sum = torch.zeros(2, device=device)  # since the last log
     broadcast = Broadcast(parameters_to_vector(weights).detach())
     # In turn, what is played next must not depend on how long a copy takes: the seed decides all of the run.
     publisher = Publisher(broadcast, asynchronous=device.type == "cuda" and args.num_collectors > 0)
     rings = [Ring(args.ring_blocks, block_fields(args)) for _ in range(max(args.num_collectors, 1))]
-    collectors = Collectors(partial(collector_main, args), rings[: args.num_collectors], broadcast)
+    collectors = Collectors(partial(collector_main, share), rings[: args.num_collectors], broadcast)
     games = args.envs_per_collector
     samples_per_update = args.batch_size * args.accumulate
     timer = PhaseTimer(device)
@@ -1309,13 +1394,14 @@ def main(args: Args) -> dict:
     updates = 0
     samples_due = 0.0  # that the replay ratio asks for and no update has used
     seconds_before = 0.0  # of the run that is resumed
+    run_seconds = 0.0  # at the last `sync`
 
     def elapsed() -> float:
         return seconds_before + time.perf_counter() - start_time
 
     def progress() -> float:
         by_steps = global_step / args.total_timesteps if args.total_timesteps else 0
-        by_seconds = elapsed() / args.max_seconds if args.max_seconds else 0
+        by_seconds = run_seconds / args.max_seconds if args.max_seconds else 0
         return min(max(by_steps, by_seconds), 1)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
@@ -1340,7 +1426,7 @@ def main(args: Args) -> dict:
 
     def load_run_state(checkpoint: dict[str, Any]) -> None:
         """Checks everything first: what does not fit is refused before anything is changed."""
-        nonlocal global_step, updates, samples_due, seconds_before
+        nonlocal global_step, updates, samples_due, seconds_before, run_seconds
         asked = f"--resume {args.resume}"
         same_device = checkpoint.get("device") == device.type
         expected = run_state()
@@ -1365,18 +1451,18 @@ def main(args: Args) -> dict:
 
         global_step = checkpoint["global_step"]
         updates = checkpoint["updates"]
-        seconds_before = checkpoint["elapsed"]
+        seconds_before = run_seconds = checkpoint["elapsed"]
         collectors.starts = checkpoint["starts"]
         if progress() >= 1:
             advice = "a larger --total-timesteps or --max-seconds works"
-            fail(f"{asked}: its run is over after {global_step:,} steps and {elapsed():.0f} s; {advice}")
+            fail(f"{asked}: its run is over after {global_step:,} steps and {seconds_before:.0f} s; {advice}")
         for name in ("q_network", "target_network", "optimizer"):
             copy_tensors(expected[name], checkpoint[name])
         if "scaler" in expected:
             scaler.load_state_dict(checkpoint["scaler"])
-        if same_device:
+        if same_device and RANK == 0:
             generator.set_state(checkpoint["generator"])
-        else:
+        if not same_device:
             say("the random numbers begin anew: those of the checkpoint are of another kind of device")
         if "replay" in expected:
             samples_due = checkpoint["samples_due"]
@@ -1384,31 +1470,35 @@ def main(args: Args) -> dict:
             say("the replay starts empty: without --checkpoint-replay a checkpoint does not hold it")
 
     folder = None
+    writer = None  # of the first rank, the only one that writes
     if args.resume is not None:
         path, checkpoint = load_checkpoint("--resume", args.resume, args.run_dir)
         load_run_state(checkpoint)
         folder = path.parent
-        write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
-        for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
-            unfinished.unlink(missing_ok=True)
-    if args.wandb:
-        try:
-            import wandb
-        except ImportError:
-            fail("--wandb: its package is missing; pip install wandb")
-    if folder is None:
-        folder = make_run_folder(args)
-    if args.wandb:
-        wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-    writer = SummaryWriter(folder, purge_step=global_step)
-    writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
+    if RANK == 0:
+        if args.wandb:
+            try:
+                import wandb
+            except ImportError:
+                fail("--wandb: its package is missing; pip install wandb")
+        if folder is None:
+            folder = make_run_folder(args)
+        else:
+            write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
+            for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
+                unfinished.unlink(missing_ok=True)
+        if args.wandb:
+            wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
+        writer = SummaryWriter(folder, purge_step=global_step)
+        writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
 
     # --- what the user is told at the start -----------------------------------------------------------------------
     precision = str(dtype).removeprefix("torch.")
     device_name = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         device_name = torch.cuda.get_device_name(device)
-    say(f"{folder} on {device_name} in {precision}")
+    ranks = f", {RANKS} ranks" if RANKS > 1 else ""
+    say(f"{folder} on {device_name} in {precision}{ranks}")
     if device.type == "cuda" and not (args.bf16 and args.cudagraph):
         say("on CUDA --bf16 and --cudagraph should make it faster; no GPU has measured it yet")
     if device.type == "cpu" and not args.bf16 and bf16_speedup() > 1.2:
@@ -1421,12 +1511,12 @@ def main(args: Args) -> dict:
     steps_per_update = samples_per_update / args.replay_ratio
     say(
         f"{players}; every {steps_per_update:g} steps or later (replay ratio {args.replay_ratio:g} or less) an update "
-        f"on {samples_per_update} of the last {replay.num_games * replay.capacity:,} frames"
+        f"on {samples_per_update} of the last {RANKS * replay.num_games * replay.capacity:,} frames"
     )
 
     # --- what the loop does, in its order -------------------------------------------------------------------------
-    stats = Counter()  # sums since the last log
-    total_stats = Counter()  # sums until the last log
+    own_stats = Counter()  # of this rank, sums since the last log
+    total_stats = Counter()  # of all ranks, sums until the last log
     steps_stored = [0] * len(rings)  # by collector, in this part of a run
     untimed_steps = 0
 
@@ -1447,7 +1537,7 @@ def main(args: Args) -> dict:
         try:
             collectors.restart_dead()
         except OSError as error:
-            if updates > first_update:
+            if updates > first_update and RANKS == 1:  # of several, others do not know of it
                 save()
             fail(f"--num-collectors {args.num_collectors}: {error}")
 
@@ -1461,7 +1551,7 @@ def main(args: Args) -> dict:
                 continue
             replay.add(number * games, block)
             count_block(block)
-            stats["ring_fill"] += blocks / ring.num_blocks
+            own_stats["ring_fill"] += blocks / ring.num_blocks
             ring.release(blocks)
             steps_stored[number] += blocks * games
             new_steps += blocks * games
@@ -1470,16 +1560,16 @@ def main(args: Args) -> dict:
     def count_block(block: dict[str, torch.Tensor]) -> None:
         done = block["end"] != RUNNING
         wait_seconds, act_seconds, env_seconds = block["seconds"].sum(0).tolist()
-        stats["reads"] += 1
-        stats["blocks"] += len(done)
-        stats["wait_seconds"] += wait_seconds
-        stats["act_seconds"] += act_seconds
-        stats["env_seconds"] += env_seconds
-        stats["epsilon"] += block["epsilon"].sum().item()
-        stats["weight_age"] += updates - block["updates"][-1].item()
-        stats["games"] += done.sum().item()
+        own_stats["reads"] += 1
+        own_stats["blocks"] += len(done)
+        own_stats["wait_seconds"] += wait_seconds
+        own_stats["act_seconds"] += act_seconds
+        own_stats["env_seconds"] += env_seconds
+        own_stats["epsilon"] += block["epsilon"].sum().item()
+        own_stats["weight_age"] += updates - block["updates"][-1].item()
+        own_stats["games"] += done.sum().item()
         for name, values in zip(STATISTICS, block["statistics"][done].T):
-            stats[name] += values.sum().item()
+            own_stats[name] += values.sum().item()
 
     def autocast() -> torch.autocast:
         # Fresh for each forward: one that lives longer goes on using the weights as they were cast at its start.
@@ -1502,11 +1592,12 @@ def main(args: Args) -> dict:
     def update() -> None:
         optimizer.zero_grad()
         for _ in range(args.accumulate):
-            *batch, slot = replay.sample(args.batch_size, generator, beta)
+            *batch, slot = replay.sample(share.batch_size, generator, beta)
             loss, q, td_error = loss_step(*batch)
             scaler.scale(loss / args.accumulate).backward()
             replay.update_priorities(slot, td_error)
             loss_and_q_sum.add_(torch.stack([loss.detach(), q]) / args.accumulate)
+        average_gradients(weights)  # before `unscale_`, so that all ranks skip an update that overflows in float16
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
         scaler.step(optimizer)
@@ -1521,7 +1612,8 @@ def main(args: Args) -> dict:
         for number, ring in enumerate(rings):
             blocks_made, blocks_in_flight = ring.counts()
             by_collector.append([games * blocks_made, steps_stored[number], games * blocks_in_flight])
-        produced, stored, in_flight = np.sum(by_collector, 0).tolist()
+        counts = [*np.sum(by_collector, 0), collectors.starts, collectors.restarts]
+        produced, stored, in_flight, starts, restarts = [round(RANKS * mean) for mean in sync(*counts)]
         seconds = stats["wait_seconds"] + stats["act_seconds"] + stats["env_seconds"]
         return {
             "produced": first_step + produced,
@@ -1533,19 +1625,24 @@ def main(args: Args) -> dict:
             "producer_wait_ms_mean": 1000 * stats["wait_seconds"] / max(stats["blocks"], 1),
             "ring_fill": stats["ring_fill"] / max(stats["reads"], 1),
             "weight_age": stats["weight_age"] / max(stats["reads"], 1),
-            "restarts": collectors.restarts,
+            "starts": starts,
+            "restarts": restarts,
         }
 
     def log() -> None:
+        """On all ranks: what they count is summed up."""
         nonlocal logged_steps, logged_updates
         timed_steps = steps_collected() - untimed_steps
+        own_stats["steps"] = timed_steps - logged_steps
+        means = sync(*(own_stats[name] for name in COUNTED))
+        stats = Counter({name: RANKS * mean for name, mean in zip(COUNTED, means)})
         seconds = timer.read()
         wall_seconds = sum(seconds.values()) or math.inf
-        new_steps = timed_steps - logged_steps
+        new_steps = stats["steps"]
         new_updates = updates - logged_updates
         logged_steps = timed_steps
         logged_updates = updates
-        loss_sum, q_sum = loss_and_q_sum.tolist()
+        loss_sum, q_sum = mean_over_ranks(loss_and_q_sum).tolist()
         loss_and_q_sum.zero_()
         blocks = max(stats["blocks"], 1)
         finished = max(stats["games"], 1)
@@ -1581,11 +1678,12 @@ def main(args: Args) -> dict:
             scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             with suppress(Exception):  # NVML is missing, or has an error of its own
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
-        write_scalars(writer, scalars, global_step)
+        if RANK == 0:
+            write_scalars(writer, scalars, global_step)
         line = f"[COLLECT] produced {summary['produced']:,}  stored {summary['stored']:,}"
         line += f"  in flight {summary['in_flight']:,}  steps/s {new_steps / wall_seconds:,.0f}"
         line += f"  waited {summary['wait_fraction']:.0%} of the time  ring {summary['ring_fill']:.0%}"
-        line += f"  weights {summary['weight_age']:.1f} updates old  games {stats['games']}"
+        line += f"  weights {summary['weight_age']:.1f} updates old  games {stats['games']:.0f}"
         line += f"  distance {stats['distance'] / finished:.0f}  flags {stats['flag'] / finished:.0%}"
         say(f"{line}  reward {stats['return'] / finished:.2f}")
         line = f"[TRAIN]   {progress():4.0%}  updates {updates:,}  updates/s {new_updates / wall_seconds:.1f}"
@@ -1593,9 +1691,9 @@ def main(args: Args) -> dict:
         line += f"  q {q_sum / max(new_updates, 1):.2f}  epsilon {epsilon:.3f}"
         say(f"{line}  greedy flags {scores.get('eval_flags', math.nan):.0%}")
         total_stats.update(stats)
-        stats.clear()
-        if not 0 <= summary["lost"] <= games * collectors.starts:
-            lost = f"{summary['lost']:,} steps lost by {collectors.starts} collectors"
+        own_stats.clear()
+        if not 0 <= summary["lost"] <= games * summary["starts"]:
+            lost = f"{summary['lost']:,} steps lost by {summary['starts']} collectors"
             print(f"{folder}: collectors and learner do not count the same: {lost}", file=sys.stderr)
         if not math.isfinite(loss_sum):
             fail(
@@ -1608,23 +1706,26 @@ def main(args: Args) -> dict:
         return scores
 
     def save() -> None:
+        collected = collection_summary(total_stats)
+        if RANK > 0:
+            return
         if not all(weight.isfinite().all() for weight in weights):
             print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
             return
         checkpoint = {"script": SCRIPT, "version": CHECKPOINT_VERSION, "args": vars(args)}
-        checkpoint["collected"] = collection_summary(total_stats)
+        checkpoint["collected"] = collected
         save_checkpoint(folder / "checkpoint.pt", checkpoint | run_state())
 
     # --- switches: --compile and --cudagraph ----------------------------------------------------------------------
     loss_step = td_loss
     if args.compile:
-        example = replay.transitions_at(torch.zeros(args.batch_size, dtype=torch.int64, device=device))
-        importance = torch.zeros(args.batch_size, device=device)
+        example = replay.transitions_at(torch.zeros(share.batch_size, dtype=torch.int64, device=device))
+        importance = torch.zeros(share.batch_size, device=device)
         loss_step = try_compile(td_loss, args.compile_mode, *example, importance)
     if use_graphs:
         update = CUDAGraphStep(update, generator, timer, scaler)
     elif args.cudagraph:
-        say("--cudagraph: needs CUDA; the loop runs without graphs")
+        say("--cudagraph: needs CUDA and one rank; the loop runs without graphs")
 
     # --- the loop -------------------------------------------------------------------------------------------------
     first_step = global_step
@@ -1634,7 +1735,7 @@ def main(args: Args) -> dict:
     broadcast.publish(parameters_to_vector(weights).detach(), updates)
     local_collector = None
     if args.num_collectors == 0:
-        local_collector = Collector(args, 0, collectors.starts, rings[0], broadcast)
+        local_collector = Collector(share, 0, collectors.starts, rings[0], broadcast)
         collectors.starts += 1
     try:
         with untimed():
@@ -1642,9 +1743,13 @@ def main(args: Args) -> dict:
             while not collectors.all_running() and not interrupts:
                 time.sleep(0.01)
                 restart_dead()
-            write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
-        last_log = last_eval = last_checkpoint = elapsed()
-        while progress() < 1 and not interrupts:
+            run_seconds, stop = sync(elapsed(), bool(interrupts))
+            if RANK == 0:
+                write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
+            if RANKS > 1:
+                save()  # from the start torchrun can go on with it
+        last_log = last_eval = last_checkpoint = run_seconds
+        while progress() < 1 and not stop:
             # 1 act and step: the collectors do it meanwhile; without any, it is done here
             broadcast.progress.fill_(progress())
             if local_collector is not None and samples_due < samples_per_update:
@@ -1654,8 +1759,11 @@ def main(args: Args) -> dict:
             # 2 store
             restart_dead()
             new_steps = store()
+            can_learn = RANKS * replay.position.sum() >= args.learning_starts
+            run_seconds, stop, new_steps, can_learn = sync(elapsed(), bool(interrupts), new_steps, can_learn)
+            new_steps = round(RANKS * new_steps)
             global_step += new_steps
-            if replay.position.sum() >= args.learning_starts:
+            if can_learn == 1:  # on all ranks
                 samples_due += args.replay_ratio * new_steps
                 samples_due = min(samples_due, 100.0 * samples_per_update)  # a learner that falls behind drops the rest
             timer.lap("store")
@@ -1679,17 +1787,19 @@ def main(args: Args) -> dict:
                 timer.lap("wait")
             publisher.poll()
 
-            # 4 log, evaluate, save
-            if elapsed() >= last_log + args.log_every:
-                last_log = elapsed()
+            # 4 log, evaluate, save: at the same time on all ranks
+            if run_seconds >= last_log + args.log_every:
+                last_log = run_seconds
                 log()
                 timer.lap("log")
-            if args.eval_every and elapsed() >= last_eval + args.eval_every:
-                last_eval = elapsed()
-                with untimed(), interrupts.at_once():
-                    scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
-            if args.checkpoint_every and elapsed() >= last_checkpoint + args.checkpoint_every:
-                last_checkpoint = elapsed()
+            if args.eval_every and run_seconds >= last_eval + args.eval_every:
+                last_eval = run_seconds
+                if RANK == 0:
+                    with untimed(), interrupts.at_once():
+                        scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+                run_seconds, stop = sync(elapsed(), bool(interrupts))
+            if args.checkpoint_every and run_seconds >= last_checkpoint + args.checkpoint_every:
+                last_checkpoint = run_seconds
                 with untimed():
                     save()
     finally:
@@ -1697,11 +1807,16 @@ def main(args: Args) -> dict:
             collectors.stop()
 
     # --- the end: what must not be lost comes first ---------------------------------------------------------------
+    last_steps = 0
     while new_steps := store():
-        global_step += new_steps
+        last_steps += new_steps
+    global_step += round(RANKS * sync(last_steps)[0])
     log()
     wall_seconds = elapsed()
     save()
+    collected = collection_summary(total_stats)
+    if RANKS > 1:
+        dist.destroy_process_group()
     busy_seconds = sum(timer.total.values()) or math.inf
     new_steps = global_step - first_step
     new_updates = updates - first_update
@@ -1715,21 +1830,23 @@ def main(args: Args) -> dict:
         "sdpa": None,
         "env_steps": global_step,
         "wall_seconds": wall_seconds,
-        "env_steps_per_second": logged_steps / busy_seconds,
+        "env_steps_per_second": total_stats["steps"] / busy_seconds,
         "updates_per_second": new_updates / busy_seconds,
         "samples_per_second": new_updates * samples_per_update / busy_seconds,
         "replay_ratio": new_updates * samples_per_update / max(new_steps, 1),
         "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
         "train_fraction": timer.total["learn"] / busy_seconds,
-        "experience_rate": logged_steps / busy_seconds,
+        "experience_rate": total_stats["steps"] / busy_seconds,
         "replay_kib_per_transition": replay.slot_bytes(args) / 1024,
-        **collection_summary(total_stats),
+        **collected,
         **scores,
     }
+    if RANK > 0:
+        return summary
     write_json(folder / "summary.json", summary)
     say("")
     rom = f" --rom {args.rom}" if args.rom else ""
-    if not interrupts:
+    if not (stop or interrupts):
         with interrupts.at_once():
             summary |= evaluate_and_log(args.eval_episodes)
             write_json(folder / "summary.json", summary)
@@ -1737,7 +1854,7 @@ def main(args: Args) -> dict:
             if args.video:
                 save_gif(q_network, args, device, folder)
             say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render{rom}")
-    if interrupts:
+    if stop or interrupts:
         say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}{rom}")
     with suppress(OSError):  # on a full disk
         writer.close()
@@ -1747,6 +1864,8 @@ def main(args: Args) -> dict:
 def parse_args() -> Args:
     """The command line. With --resume and --evaluate it stands on top of the flags of that run."""
     args = tyro.cli(Args, description=__doc__)
+    if args.resume is None and args.evaluate is None:
+        args.resume = restarted_run(args)
     option = "resume" if args.resume is not None else "evaluate"
     name = getattr(args, option)
     if name is None:

@@ -220,6 +220,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         args.sdpa = "flash"
     check_ranges(args)
 
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("torchrun: Stable-Baselines3's numbers are those of one process; --nproc-per-node 1 works")
     if args.bf16 and args.fp16:
         fail("--bf16 --fp16: choose one of them")
     if args.cudagraph and args.compile and args.compile_mode != "default":
@@ -665,8 +667,7 @@ def read_sb3(path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
     except UnsupportedZip as error:
         fail(f"--import-sb3 {path}: cannot be gone on with: {error}")
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        fail(f"--import-sb3 {path}: not a whole zip of stable_baselines3's DQN ({reason})")
+        fail(f"--import-sb3 {path}: not a whole zip of stable_baselines3's DQN ({first_line(error)})")
 
 
 def pickled_words(entry: dict[str, str]) -> list[str | int]:
@@ -876,6 +877,11 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:120]
+
+
 def say(line: str, end: str = "\n") -> None:
     """Print. When nobody reads any more (`| head`), the run ends as by SIGTERM: it saves, and is silent."""
     try:
@@ -977,8 +983,7 @@ def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options
             compiled(*example)
         return compiled
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:120]
-        say(f"--compile: failed ({reason}); eager mode is used instead")
+        say(f"--compile: failed ({first_line(error)}); eager mode is used instead")
         return function
 
 
@@ -1028,15 +1033,14 @@ class CUDAGraphStep:
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self.function()
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0][:120]
-            say(f"--cudagraph: failed ({reason}); the loop goes on without this graph")
+            say(f"--cudagraph: failed ({first_line(error)}); the loop goes on without this graph")
             self.graph = None
             default_generator = torch.cuda.default_generators[torch.cuda.current_device()]
             for generator in (self.generator, default_generator):  # their old states still take part in the capture
                 generator.graphsafe_set_state(generator.clone_state())
             if self.scaler is not None:
                 self.scaler.update(self.scaler.get_scale())  # forgets that it has unscaled gradients
-        self.timer.lap()
+        self.timer.lap()  # capturing counts nowhere
 
 
 class PhaseTimer:
@@ -1174,8 +1178,9 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
         with suppress(OSError):
             temporary.unlink()
-        reason = str(error).strip().splitlines()[0]
-        print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
+        print(
+            f"{path}: could not be saved ({first_line(error)}); the checkpoint before it is untouched", file=sys.stderr
+        )
 
 
 def find_checkpoint(flag: str, name: str, run_dir: str) -> Path:
@@ -1213,8 +1218,7 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
         if other_flags:
             raise ValueError(f"it was made by another version, with other flags: {other_flags}")
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
+        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({first_line(error)})")
     return path, checkpoint
 
 

@@ -51,9 +51,10 @@ SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
 CHECKPOINT_VERSION = 3
 GIF_FRAMES = 300
-RANK = int(os.environ.get("RANK", 0))  # these three are set by torchrun
+RANK = int(os.environ.get("RANK", 0))  # these four are set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
@@ -279,20 +280,24 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         fail(f"--env-config {args.env_config}: is of --env-id mettagrid, not {args.env_id}")
     rules_of(args)
 
+    if args.num_envs % RANKS:
+        advice = f"must be a multiple of the {RANKS} ranks; {nearest(args.num_envs, RANKS)} works"
+        fail(f"--num-envs {args.num_envs}: {advice}")
+    num_envs = args.num_envs // RANKS
     cores = max(CORES // LOCAL_RANKS, 1)
     if args.num_workers is None:  # as many as the games can be dealt out to evenly
-        limit = min(cores if on_cuda else max(cores // 2, 1), args.num_envs)
-        counts = [n for n in range(1, limit + 1) if args.num_envs % (n * args.async_factor) == 0]
+        limit = min(cores if on_cuda else max(cores // 2, 1), num_envs)
+        counts = [n for n in range(1, limit + 1) if num_envs % (n * args.async_factor) == 0]
         args.num_workers = max(counts, default=1)
     if args.threads is None:  # all threads wait for one whose core a worker has
         busy_cores = args.num_workers if args.vec_env == "subproc" else 0
         args.threads = pick_threads(max(cores - busy_cores, 1))
     parts = args.num_workers * args.async_factor
     if args.vec_env == "subproc" and parts:
-        if args.num_workers > args.num_envs:
-            fail(f"--num-workers {args.num_workers}: more than games; at most --num-envs {args.num_envs} works")
-        if args.num_envs % parts:
-            advice = f"--num-envs {nearest(args.num_envs, parts)} or --async-factor 1 --num-workers 1 works"
+        if args.num_workers > num_envs:
+            fail(f"--num-workers {args.num_workers}: more than games; at most {num_envs} works")
+        if num_envs % parts:
+            advice = f"--num-envs {nearest(num_envs, parts) * RANKS} or --async-factor 1 --num-workers 1 works"
             fail(f"--num-envs {args.num_envs}: --num-workers x --async-factor, {parts}, must divide it; {advice}")
     return args
 
@@ -370,8 +375,7 @@ def make_games(args: Args, num_games: int, device: torch.device, seed: int, eval
         if is_out_of_memory(error):
             raise
         flag = "--env-id mettagrid" if args.env_config is None else f"--env-config {args.env_config}"
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        fail(f"{flag}: {reason}")
+        fail(f"{flag}: {first_line(error)}")
 
 
 def games_seed(seed: int, starts: int, worker: int = 0, group: int = 0) -> int:
@@ -386,11 +390,12 @@ def games_seed(seed: int, starts: int, worker: int = 0, group: int = 0) -> int:
 
 
 def make_envs(args: Args, device: torch.device, starts: int, obs_shape: tuple[int, ...]) -> LocalEnvs | SubprocEnvs:
-    """`num_envs` games where --vec-env wants them. `obs_shape` is that of one game: agents, tokens, 3."""
+    """This rank's games where --vec-env wants them. `obs_shape` is that of one game: agents, tokens, 3."""
+    num_envs = args.num_envs // RANKS
     games_device = device if args.vec_env == "device" else torch.device("cpu")
     if args.vec_env == "device" or args.num_workers == 0:
-        return LocalEnvs(make_games(args, args.num_envs, games_device, games_seed(args.seed, starts)))
-    num_games = args.num_envs // (args.num_workers * args.async_factor)
+        return LocalEnvs(make_games(args, num_envs, games_device, games_seed(args.seed, starts)))
+    num_games = num_envs // (args.num_workers * args.async_factor)
     num_agents, *token_shape = obs_shape
     seeds = []
     for worker in range(args.num_workers):
@@ -704,35 +709,6 @@ def sample(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return (logits - noise.log()).argmax(1)
 
 
-class RankLost(RuntimeError):
-    """Another rank of a torchrun is gone."""
-
-
-def all_reduce(tensor: torch.Tensor, op: str = "AVG") -> torch.Tensor:
-    """Mean (or MAX, SUM) of `tensor` over all ranks of a torchrun, in place; without one it costs nothing."""
-    if RANKS == 1:
-        return tensor
-    try:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "MAX" else dist.ReduceOp.SUM)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        raise RankLost(f"rank {RANK} has lost another one ({str(error).strip().splitlines()[0][:120]})") from None
-    if op == "AVG":
-        tensor /= RANKS
-    return tensor
-
-
-def average_gradients(weights: list[torch.Tensor]) -> None:
-    """Over all ranks, in one message."""
-    if RANKS == 1:
-        return
-    flat_grad = all_reduce(torch.cat([weight.grad.flatten() for weight in weights]))
-    sizes = [weight.numel() for weight in weights]
-    for weight, grad in zip(weights, flat_grad.split(sizes)):
-        weight.grad.copy_(grad.view_as(weight))
-
-
 class Rollout:
     """`num_steps` steps of all agents, time first. A segment is `bptt_horizon` steps of one agent in a row.
 
@@ -864,6 +840,11 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:120]
+
+
 def say(line: str, end: str = "\n") -> None:
     """Print. When nobody reads any more (`| head`), the run ends as by SIGTERM: it saves, and is silent."""
     try:
@@ -965,8 +946,7 @@ def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options
             compiled(*example)
         return compiled
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:120]
-        say(f"--compile: failed ({reason}); eager mode is used instead")
+        say(f"--compile: failed ({first_line(error)}); eager mode is used instead")
         return function
 
 
@@ -1016,15 +996,14 @@ class CUDAGraphStep:
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self.function()
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0][:120]
-            say(f"--cudagraph: failed ({reason}); the loop goes on without this graph")
+            say(f"--cudagraph: failed ({first_line(error)}); the loop goes on without this graph")
             self.graph = None
             default_generator = torch.cuda.default_generators[torch.cuda.current_device()]
             for generator in (self.generator, default_generator):  # their old states still take part in the capture
                 generator.graphsafe_set_state(generator.clone_state())
             if self.scaler is not None:
                 self.scaler.update(self.scaler.get_scale())  # forgets that it has unscaled gradients
-        self.timer.lap()
+        self.timer.lap()  # capturing counts nowhere
 
 
 class PhaseTimer:
@@ -1117,6 +1096,60 @@ def restore_process() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
+class RankLost(RuntimeError):
+    """Another rank of a torchrun is gone."""
+
+
+@contextmanager
+def one_of_ranks() -> Iterator[None]:
+    """Meet the other ranks, if torchrun has started several. All but the first are silent."""
+    if RANKS == 1:
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    with open(os.devnull, "w") as silence, redirect_stdout(silence if RANK > 0 else sys.stdout):
+        try:
+            dist.init_process_group()
+            yield
+        except (RankLost, dist.DistError) as error:
+            print(f"{SCRIPT}.py: rank {RANK} has lost another one ({first_line(error)})", file=sys.stderr)
+            raise SystemExit(1) from None
+
+
+def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """In place. Where there is one rank it costs nothing."""
+    if RANKS > 1:
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:
+            raise RankLost(first_line(error)) from None
+        tensor /= RANKS
+    return tensor
+
+
+def average_gradients(weights: list[torch.Tensor]) -> None:
+    """Over all ranks, in one message."""
+    if RANKS == 1:
+        return
+    flat_grad = mean_over_ranks(torch.cat([weight.grad.flatten() for weight in weights]))
+    for weight, grad in zip(weights, flat_grad.split([weight.numel() for weight in weights])):
+        weight.grad.copy_(grad.view_as(weight))
+
+
+def sync(*values: float) -> list[float]:
+    """Their means over all ranks, which decide together only by these: they are the same on all."""
+    return mean_over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
+
+
+def restarted_run(args: Args) -> str | None:
+    """Folder of the run that torchrun (--max-restarts) started again; only a --run-name says which one it is."""
+    folder = Path(args.run_dir) / (args.run_name or "")
+    if RESTARTS > 0 and args.run_name and (folder / "checkpoint.pt").is_file():
+        return str(folder)
+    return None
+
+
 def make_run_folder(args: Args) -> Path:
     """A folder that no other run has. Whoever creates args.json in it owns it, also of two that start at once."""
     name = args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
@@ -1162,8 +1195,9 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
         with suppress(OSError):
             temporary.unlink()
-        reason = str(error).strip().splitlines()[0]
-        print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
+        print(
+            f"{path}: could not be saved ({first_line(error)}); the checkpoint before it is untouched", file=sys.stderr
+        )
 
 
 def find_checkpoint(flag: str, name: str, run_dir: str) -> Path:
@@ -1201,8 +1235,7 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
         if other_flags:
             raise ValueError(f"it was made by another version, with other flags: {other_flags}")
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
+        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({first_line(error)})")
     return path, checkpoint
 
 
@@ -1291,15 +1324,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @restore_process()
+@one_of_ranks()
 def main(args: Args) -> dict:
-    """Train, or --evaluate. However it ends, no worker lives on; of several ranks only the first one speaks."""
+    """Train, or --evaluate. However it ends, no worker lives on."""
     with ExitStack() as cleanup:
-        if RANK > 0:
-            silence = cleanup.enter_context(open(os.devnull, "w"))
-            cleanup.enter_context(redirect_stdout(silence))
         try:
             return run(args, cleanup)
-        except (WorkerLost, RankLost) as error:
+        except WorkerLost as error:
             print(f"{SCRIPT}.py: {error}; the rest is ended", file=sys.stderr)
             raise SystemExit(1) from None
 
@@ -1307,15 +1338,12 @@ def main(args: Args) -> dict:
 def run(args: Args, cleanup: ExitStack) -> dict:
     start_time = time.perf_counter()
     interrupts = Interrupts()
-    if RANKS > 1 and args.device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     device = pick_device(args.device)
     args = fill_defaults(args, device)
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # denormal numbers were seen to cost a run two thirds of its updates/s
     torch.manual_seed(args.seed)
     dtype = pick_precision(args.bf16, args.fp16, args.tf32, device)
-    is_main = RANK == 0
     game = make_games(args, 1, torch.device("cpu"), EVAL_SEED)
     agents_per_game = len(game.obs)
     game_bytes = 4_000 * agents_per_game + 35 * game.cells  # about; measured in the arena and in navigation
@@ -1323,10 +1351,10 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     agent = Agent(args, game, device)
     if args.evaluate is not None:
         with interrupts.at_once():
-            return evaluate_run(agent, args, device) if is_main else {}
+            return evaluate_run(agent, args, device) if RANK == 0 else {}
         return {}
     check_memory("--num-envs", args.num_envs, game_bytes, device)
-    check_sizes(args, agents_per_game * args.num_envs, game.max_steps)
+    check_sizes(args, agents_per_game * args.num_envs // RANKS, game.max_steps)
 
     sdpa = None
     if args.network == "token-attention":
@@ -1339,18 +1367,13 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         checkpoint_path, checkpoint = load_checkpoint("--resume", args.resume, args.run_dir)
         check_layout(f"--resume {args.resume}", checkpoint, {"starts": 0}, SHAPE_FLAGS)
         starts = checkpoint["starts"] + 1
-    if RANKS > 1:
-        try:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        except RuntimeError as error:
-            raise RankLost(f"rank {RANK} does not find the others ({str(error).splitlines()[0][:120]})") from None
 
     # --- games, agent and rollout ---------------------------------------------------------------------------------
     envs = cleanup.enter_context(closing(make_envs(args, device, starts, game.obs.shape)))
     obs = envs.obs.to(device, copy=True)  # what each agent acts on next
     num_agents = len(obs)
     group_size = num_agents // envs.num_groups
-    can_save_envs = args.env_id != "mettagrid" and isinstance(envs, LocalEnvs)
+    can_save_envs = args.env_id != "mettagrid" and isinstance(envs, LocalEnvs) and RANKS == 1
     weights = list(agent.parameters())
     use_graphs = args.cudagraph and device.type == "cuda" and args.vec_env == "device" and RANKS == 1
     learning_rate = torch.tensor(args.learning_rate, device=device)
@@ -1384,12 +1407,6 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     def elapsed() -> float:
         return seconds_before + time.perf_counter() - start_time
 
-    def sync() -> tuple[float, bool]:
-        """Seconds of the run, and whether to stop. Ranks decide together only by this: it is the same on all."""
-        clock = torch.tensor([elapsed(), interrupts.count], dtype=torch.float64, device=device if RANKS > 1 else "cpu")
-        seconds, signals = all_reduce(clock, "MAX").tolist()
-        return seconds, signals > 0
-
     def progress() -> float:
         by_steps = global_step / args.total_timesteps if args.total_timesteps else 0
         by_seconds = run_seconds / args.max_seconds if args.max_seconds else 0
@@ -1397,7 +1414,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def run_state() -> dict[str, Any]:
-        """All there is to a run, as tensors and plain values. Of several ranks it holds the games of the first."""
+        """All there is to a run, as tensors and plain values; of several ranks without games."""
         checkpoint = {
             "agent": agent.state_dict(),
             "optimizer": optimizer.state_dict()["state"],
@@ -1435,7 +1452,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         try:
             if same_device:
                 torch.Generator(device).set_state(checkpoint["generator"])
-            if load_envs and is_main:
+            if load_envs:
                 envs.games.load_state_dict(checkpoint["envs"])
         except (RuntimeError, ValueError) as error:
             fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
@@ -1450,11 +1467,11 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         copy_tensors(expected["optimizer"], checkpoint["optimizer"])
         if "scaler" in expected:
             scaler.load_state_dict(checkpoint["scaler"])
-        if load_envs and is_main:
+        if load_envs:
             obs.copy_(checkpoint["obs"])
             state.copy_(checkpoint["state"])
             episode_start.copy_(checkpoint["episode_start"])
-        if same_device and is_main:
+        if same_device and RANK == 0:
             generator.set_state(checkpoint["generator"])
         if not same_device:
             say("the random numbers begin anew: those of the checkpoint are of another kind of device")
@@ -1466,11 +1483,11 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     if args.resume is not None:
         load_run_state(checkpoint)
         folder = checkpoint_path.parent
-        if is_main:
+        if RANK == 0:
             write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
             for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
                 unfinished.unlink(missing_ok=True)
-    if is_main:
+    if RANK == 0:
         if args.wandb:
             try:
                 import wandb
@@ -1607,8 +1624,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         mb_value = rollout.value.flatten()[index]
         mb_returns = mb_advantage + mb_value
         if args.norm_adv:
-            mb_advantage = mb_advantage - all_reduce(mb_advantage.mean())
-            mb_advantage = mb_advantage / (all_reduce(mb_advantage.square().mean()).sqrt() + 1e-8)
+            mb_advantage = mb_advantage - mean_over_ranks(mb_advantage.mean())
+            mb_advantage = mb_advantage / (mean_over_ranks(mb_advantage.square().mean()).sqrt() + 1e-8)
         if args.prio_alpha:
             mb_advantage = mb_advantage * (num_segments * probability[segments]) ** -prio_beta
         optimizer.zero_grad()
@@ -1629,7 +1646,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
         scaler.step(optimizer)
         scaler.update()
-        losses = all_reduce(part_losses.mean(0))
+        losses = mean_over_ranks(part_losses.mean(0))
         approx_kl.copy_(losses[3])
         loss_sums.add_(losses)
 
@@ -1655,7 +1672,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         new_steps = global_step - logged_step
         new_updates = updates - logged_updates
         new_samples = new_updates * minibatch_size * RANKS
-        episodes, hearts, length, episodic_return = all_reduce(envs.read_finished().to(device), "SUM").tolist()
+        episodes, hearts, length, episodic_return = (mean_over_ranks(envs.read_finished().to(device)) * RANKS).tolist()
         pg_loss, v_loss, entropy, kl, clipfrac = (loss_sums / max(new_updates, 1)).tolist()
         loss_sums.zero_()
         estimate_advantages()
@@ -1686,7 +1703,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             with suppress(ImportError, RuntimeError):  # without NVML
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
-        if is_main:
+        if RANK == 0:
             write_scalars(writer, scalars, global_step)
         line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
         line += f"  SPS {new_steps / wall_seconds:>9,.0f}  updates/s {new_updates / wall_seconds:>5.1f}"
@@ -1704,7 +1721,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         return scores
 
     def save() -> None:
-        if not is_main:
+        if RANK > 0:
             return
         if not all(weight.isfinite().all() for weight in weights):
             print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
@@ -1753,10 +1770,12 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     first_update = logged_updates = updates
     scores = {}
     try:
-        run_seconds, stop = sync()
+        run_seconds, stop = sync(elapsed(), bool(interrupts))
         last_log = last_eval = last_checkpoint = run_seconds
-        if is_main:
+        if RANK == 0:
             write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
+        if RANKS > 1:
+            save()  # from the start torchrun can go on with it
         timer.lap()
         while progress() < 1 and not stop:
             # 1 act and step, 2 store
@@ -1775,7 +1794,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             timer.lap("learn")
 
             # 4 log, evaluate, save: at the same time on all ranks
-            run_seconds, stop = sync()
+            run_seconds, stop = sync(elapsed(), bool(interrupts))
             if run_seconds >= last_log + args.log_every:
                 last_log = run_seconds
                 log()
@@ -1783,10 +1802,10 @@ def run(args: Args, cleanup: ExitStack) -> dict:
                 logged_updates = updates
                 timer.lap("log")
             if args.eval_every and run_seconds >= last_eval + args.eval_every:
-                if is_main:
+                if RANK == 0:
                     with interrupts.at_once():
                         scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
-                run_seconds, stop = sync()
+                run_seconds, stop = sync(elapsed(), bool(interrupts))
                 last_eval = run_seconds  # what it took is no part of the next interval
                 timer.lap()
             if args.checkpoint_every and run_seconds >= last_checkpoint + args.checkpoint_every:
@@ -1828,7 +1847,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         "train_fraction": timer.total["learn"] / busy_seconds,
         **scores,
     }
-    if not is_main:
+    if RANK > 0:
         return summary
     write_json(folder / "summary.json", summary)
     say("")
@@ -1855,6 +1874,8 @@ def parse_args(command_line: list[str] | None = None) -> Args:
     preset_parser.add_argument("--preset", nargs="?")
     preset = preset_parser.parse_known_args(command_line)[0].preset
     args = tyro.cli(Args, args=command_line, default=PRESETS.get(preset, Args()), description=__doc__)
+    if args.resume is None and args.evaluate is None:
+        args.resume = restarted_run(args)
     option = "resume" if args.resume is not None else "evaluate"
     name = getattr(args, option)
     if name is None:

@@ -3,6 +3,7 @@
     python ppo_snake.py                             # two minutes, then an evaluation and a GIF
     python ppo_snake.py --bf16 --cudagraph          # made for a GPU
     python ppo_snake.py --evaluate latest --render  # watch the last agent play
+    torchrun --nproc-per-node 2 ppo_snake.py        # two learners, one policy
 
 On two CPU cores the agent eats 58 of 97 food a game after one minute and 74 after two; by then some boards are filled
 (benchmarks.md).
@@ -23,13 +24,14 @@ import timeit
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
@@ -39,10 +41,15 @@ from envs.playing import play, show_in_terminal, write_gif
 from envs.snake import VARIANTS, Rules, SnakeEnv
 from envs.snake_batch import SnakeBatch
 from envs.snake_view import EgocentricView
+from envs.streams import lane_key
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
+RANK = int(os.environ.get("RANK", 0))  # these four are set by torchrun
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 @dataclass
@@ -145,12 +152,12 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     if args.num_envs is None:
         args.num_envs = 16_384 if device.type == "cuda" else 128
     if args.threads is None:
-        args.threads = pick_threads(CORES)
+        args.threads = pick_threads(max(CORES // LOCAL_RANKS, 1))
     if args.max_seconds is None and args.total_timesteps is None:
         args.max_seconds = 120.0
     check_ranges(args)
     rules_of(args)
-    batch_size = args.num_envs * args.num_steps
+    batch_size = args.num_envs // RANKS * args.num_steps
     if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
         advice = f"must divide the {batch_size} steps of a rollout (--num-envs x --num-steps) into 2 or more each"
         fail(f"--num-minibatches {args.num_minibatches}: {advice}")
@@ -417,6 +424,11 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:120]
+
+
 def say(line: str, end: str = "\n") -> None:
     """Print. When nobody reads any more (`| head`), the run ends as by SIGTERM: it saves, and is silent."""
     try:
@@ -518,8 +530,7 @@ def try_compile(function: Callable, mode: str, *example: torch.Tensor, **options
             compiled(*example)
         return compiled
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:120]
-        say(f"--compile: failed ({reason}); eager mode is used instead")
+        say(f"--compile: failed ({first_line(error)}); eager mode is used instead")
         return function
 
 
@@ -569,8 +580,7 @@ class CUDAGraphStep:
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self.function()
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0][:120]
-            say(f"--cudagraph: failed ({reason}); the loop goes on without this graph")
+            say(f"--cudagraph: failed ({first_line(error)}); the loop goes on without this graph")
             self.graph = None
             default_generator = torch.cuda.default_generators[torch.cuda.current_device()]
             for generator in (self.generator, default_generator):  # their old states still take part in the capture
@@ -670,6 +680,72 @@ def restore_process() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
+class RankLost(RuntimeError):
+    """Another rank of a torchrun is gone."""
+
+
+@contextmanager
+def one_of_ranks() -> Iterator[None]:
+    """Meet the other ranks, if torchrun has started several. All but the first are silent."""
+    if RANKS == 1:
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    with open(os.devnull, "w") as silence, redirect_stdout(silence if RANK > 0 else sys.stdout):
+        try:
+            dist.init_process_group()
+            yield
+        except (RankLost, dist.DistError) as error:
+            print(f"{SCRIPT}.py: rank {RANK} has lost another one ({first_line(error)})", file=sys.stderr)
+            raise SystemExit(1) from None
+
+
+def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """In place. Where there is one rank it costs nothing."""
+    if RANKS > 1:
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:
+            raise RankLost(first_line(error)) from None
+        tensor /= RANKS
+    return tensor
+
+
+def average_gradients(weights: list[torch.Tensor]) -> None:
+    """Over all ranks, in one message."""
+    if RANKS == 1:
+        return
+    flat_grad = mean_over_ranks(torch.cat([weight.grad.flatten() for weight in weights]))
+    for weight, grad in zip(weights, flat_grad.split([weight.numel() for weight in weights])):
+        weight.grad.copy_(grad.view_as(weight))
+
+
+def sync(*values: float) -> list[float]:
+    """Their means over all ranks, which decide together only by these: they are the same on all."""
+    return mean_over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
+
+
+def rank_share(args: Args, *names: str) -> Args:
+    """`args` with this rank's part of what these flags say of all ranks."""
+    share = replace(args)
+    for name in names:
+        value = getattr(args, name)
+        if value % RANKS:
+            advice = f"must be a multiple of the {RANKS} ranks; {max(value // RANKS, 1) * RANKS} works"
+            fail(f"--{name.replace('_', '-')} {value}: {advice}")
+        setattr(share, name, value // RANKS)
+    return share
+
+
+def restarted_run(args: Args) -> str | None:
+    """Folder of the run that torchrun (--max-restarts) started again; only a --run-name says which one it is."""
+    folder = Path(args.run_dir) / (args.run_name or "")
+    if RESTARTS > 0 and args.run_name and (folder / "checkpoint.pt").is_file():
+        return str(folder)
+    return None
+
+
 def make_run_folder(args: Args) -> Path:
     """A folder that no other run has. Whoever creates args.json in it owns it, also of two that start at once."""
     name = args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
@@ -715,8 +791,9 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
         with suppress(OSError):
             temporary.unlink()
-        reason = str(error).strip().splitlines()[0]
-        print(f"{path}: could not be saved ({reason}); the checkpoint before it is untouched", file=sys.stderr)
+        print(
+            f"{path}: could not be saved ({first_line(error)}); the checkpoint before it is untouched", file=sys.stderr
+        )
 
 
 def find_checkpoint(flag: str, name: str, run_dir: str) -> Path:
@@ -754,8 +831,7 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
         if other_flags:
             raise ValueError(f"it was made by another version, with other flags: {other_flags}")
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({lines[0][:120]})")
+        fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({first_line(error)})")
     return path, checkpoint
 
 
@@ -844,6 +920,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @restore_process()
+@one_of_ranks()
 def main(args: Args) -> dict:
     start_time = time.perf_counter()
     interrupts = Interrupts()
@@ -855,10 +932,11 @@ def main(args: Args) -> dict:
     agent = Agent(args, device)
     if args.evaluate is not None:
         with interrupts.at_once():
-            return evaluate_run(agent, args, device)
+            return evaluate_run(agent, args, device) if RANK == 0 else {}
         return {}
 
     # --- network, games and rollout -------------------------------------------------------------------------------
+    share = rank_share(args, "num_envs")
     bytes_of_game = 12 * math.prod(rules_of(args).board) + 100
     num_inputs = agent.features.in_features
     bytes_of_step = 4 * num_inputs + 50
@@ -866,108 +944,128 @@ def main(args: Args) -> dict:
     bytes_of_games = args.num_envs * bytes_of_game
     check_memory("--num-steps", args.num_steps, args.num_envs * bytes_of_step, device, bytes_of_games)
     weights = list(agent.parameters())
-    use_graphs = args.cudagraph and device.type == "cuda"
+    use_graphs = args.cudagraph and device.type == "cuda" and RANKS == 1
     learning_rate = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.Adam(weights, lr=learning_rate, fused=True, capturable=use_graphs)
     init_adam(optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     generator = torch.Generator(device).manual_seed(args.seed)
-    envs = make_envs(args, args.num_envs, device, args.seed)
+    envs = make_envs(args, share.num_envs, device, args.seed)
     obs = envs.reset()  # the environment's own buffer: every step overwrites it
-    rollout = Rollout(args, num_inputs, dtype, device)
+    rollout = Rollout(share, num_inputs, dtype, device)
     ent_coef = torch.tensor(args.ent_coef, device=device)
     loss_sum = torch.zeros(len(LOSSES), device=device)  # since the last log
     timer = PhaseTimer(device)
     global_step = 0
     updates = 0
     seconds_before = 0.0  # of the run that is resumed
+    run_seconds = 0.0  # at the last `sync`
+    begins_anew = True  # with its games, rather than go on with those of a checkpoint
 
     def elapsed() -> float:
         return seconds_before + time.perf_counter() - start_time
 
     def progress() -> float:
         by_steps = global_step / args.total_timesteps if args.total_timesteps else 0
-        by_seconds = elapsed() / args.max_seconds if args.max_seconds else 0
+        by_seconds = run_seconds / args.max_seconds if args.max_seconds else 0
         return max(by_steps, by_seconds)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def run_state() -> dict[str, Any]:
-        """All there is to a run between two rollouts, as tensors and plain values."""
-        return {
+        """All there is to a run between two rollouts, as tensors and plain values; of several ranks without games."""
+        state = {
             "agent": agent.state_dict(),
             "optimizer": optimizer.state_dict()["state"],
             "scaler": scaler.state_dict(),
-            "device": device.type,
-            "generator": generator.get_state(),
-            "envs": envs.state_dict(),
+            "ranks": RANKS,
             "global_step": global_step,
             "updates": updates,
             "elapsed": elapsed(),
         }
+        if RANKS == 1:
+            state["device"] = device.type
+            state["generator"] = generator.get_state()
+            state["envs"] = envs.state_dict()
+        return state
 
     def load_run_state(checkpoint: dict[str, Any]) -> None:
         """Checks everything first: what does not fit is refused before anything is changed."""
-        nonlocal global_step, updates, seconds_before
+        nonlocal global_step, updates, seconds_before, run_seconds, begins_anew
         asked = f"--resume {args.resume}"
         saved_board = checkpoint["args"].get("board")
         if saved_board != args.board:  # 9x4 and 4x9 have tensors of the same shapes
             fail(f"--board {args.board}: must be {saved_board}, as it was")
-        same_device = checkpoint.get("device") == device.type
+        begins_anew = RANKS > 1 or checkpoint.get("ranks") != 1
+        same_device = checkpoint.get("device") == device.type and not begins_anew
         expected = run_state()
+        if begins_anew:
+            expected.pop("envs", None)
         if not (checkpoint.get("scaler") and expected["scaler"]):  # only float16 has something there
             del expected["scaler"]
         if not same_device:  # random numbers are of another kind there
-            del expected["device"]
-            del expected["generator"]
+            expected.pop("device", None)
+            expected.pop("generator", None)
         check_layout(asked, checkpoint, expected, f"{SHAPE_FLAGS} and --num-envs")
         try:
             if same_device:
                 torch.Generator(device).set_state(checkpoint["generator"])
-            envs.load_state_dict(checkpoint["envs"])
+            if not begins_anew:
+                envs.load_state_dict(checkpoint["envs"])
         except (RuntimeError, ValueError) as error:
             fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py ({error})")
 
         global_step = checkpoint["global_step"]
         updates = checkpoint["updates"]
-        seconds_before = checkpoint["elapsed"]
+        seconds_before = run_seconds = checkpoint["elapsed"]
         if progress() >= 1:
             advice = "a larger --total-timesteps or --max-seconds works"
-            fail(f"{asked}: its run is over after {global_step:,} steps and {elapsed():.0f} s; {advice}")
+            fail(f"{asked}: its run is over after {global_step:,} steps and {seconds_before:.0f} s; {advice}")
         for name in ("agent", "optimizer"):
             copy_tensors(expected[name], checkpoint[name])
         if "scaler" in expected:
             scaler.load_state_dict(checkpoint["scaler"])
         if same_device:
             generator.set_state(checkpoint["generator"])
+        elif begins_anew:
+            say("the games start anew: a checkpoint has those of a run of one process only")
         else:
             say("the random numbers begin anew: those of the checkpoint are of another kind of device")
 
     folder = None
+    writer = None  # of the first rank, the only one that writes
     if args.resume is not None:
         path, checkpoint = load_checkpoint("--resume", args.resume, args.run_dir)
         load_run_state(checkpoint)
         folder = path.parent
-        write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
-        for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
-            unfinished.unlink(missing_ok=True)
-    if args.wandb:
-        try:
-            import wandb
-        except ImportError:
-            fail("--wandb: its package is missing; pip install wandb")
-    if folder is None:
-        folder = make_run_folder(args)
-    if args.wandb:
-        wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-    writer = SummaryWriter(folder, purge_step=global_step)
-    writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
+    if begins_anew and global_step + RANK > 0:  # with games and random numbers that no rank has had
+        seed = lane_key(args.seed, global_step + RANK) % EVAL_SEED
+        envs = make_envs(args, share.num_envs, device, seed)
+        obs = envs.reset()
+        generator.manual_seed(seed)
+    if RANK == 0:
+        if args.wandb:
+            try:
+                import wandb
+            except ImportError:
+                fail("--wandb: its package is missing; pip install wandb")
+        if folder is None:
+            folder = make_run_folder(args)
+        else:
+            write_json(folder / "args.json", {"script": SCRIPT, **vars(args)})
+            for unfinished in folder.glob("checkpoint.*.tmp"):  # of a run that was killed while it saved
+                unfinished.unlink(missing_ok=True)
+        if args.wandb:
+            wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
+        writer = SummaryWriter(folder, purge_step=global_step)
+        writer.add_text("args", "  \n".join(f"{name}: {value}" for name, value in vars(args).items()))
 
     # --- what the user is told at the start -----------------------------------------------------------------------
     precision = str(dtype).removeprefix("torch.")
     device_name = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         device_name = torch.cuda.get_device_name(device)
-    say(f"{folder} on {device_name} in {precision}")
+    ranks = f", {RANKS} ranks" if RANKS > 1 else ""
+    say(f"{folder} on {device_name} in {precision}{ranks}")
     if device.type == "cuda" and not (args.bf16 and args.cudagraph):
         say("on CUDA --bf16 and --cudagraph should make it faster; no GPU has measured it yet")
     if device.type == "cpu" and not args.bf16 and bf16_speedup() > 1.2:
@@ -1018,7 +1116,6 @@ def main(args: Args) -> dict:
         logprobs = F.log_softmax(logits, 1)
         logprob = logprobs.gather(1, action[:, None]).squeeze(1)
         logratio = logprob - old_logprob
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         pg_loss = policy_loss(logratio, advantage, args.clip_coef)
         v_loss = F.smooth_l1_loss(value, returns, reduction="none")
         entropy = -(logprobs.exp() * logprobs).sum(1)
@@ -1028,9 +1125,14 @@ def main(args: Args) -> dict:
         return (loss * ~is_left_out).mean(), means
 
     def update() -> None:
-        loss, means = loss_step(*rollout.next_minibatch())
+        *inputs, advantage, returns, is_left_out = rollout.next_minibatch()
+        advantage = advantage - mean_over_ranks(advantage.mean())
+        variance = mean_over_ranks(advantage.square().sum()) * RANKS / (minibatch_size - 1)
+        advantage = advantage / (variance.sqrt() + 1e-8)
+        loss, means = loss_step(*inputs, advantage, returns, is_left_out)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
+        average_gradients(weights)  # before `unscale_`, so that all ranks skip an update that overflows in float16
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
         scaler.step(optimizer)
@@ -1042,8 +1144,9 @@ def main(args: Args) -> dict:
         wall_seconds = sum(seconds.values())
         new_steps = global_step - logged_step
         new_updates = updates - logged_updates
-        games, score, length, episodic_return = (envs.finished / envs.finished[0].clamp(min=1)).tolist()
-        losses = dict(zip(LOSSES, loss_sum.tolist()))
+        finished = mean_over_ranks(envs.finished) * RANKS
+        games, score, length, episodic_return = (finished / finished[0].clamp(min=1)).tolist()
+        losses = dict(zip(LOSSES, mean_over_ranks(loss_sum).tolist()))
         envs.finished.zero_()
         loss_sum.zero_()
         scalars = {
@@ -1067,7 +1170,8 @@ def main(args: Args) -> dict:
             scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             with suppress(Exception):  # NVML is missing, or has an error of its own
                 scalars["perf/gpu_util"] = torch.cuda.utilization(device)
-        write_scalars(writer, scalars, global_step)
+        if RANK == 0:
+            write_scalars(writer, scalars, global_step)
         line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}"
         line += f"  SPS {new_steps / wall_seconds:>9,.0f}  updates/s {new_updates / wall_seconds:>5.0f}"
         line += f"  score {score:5.1f}  greedy {scores.get('eval_score_mean', math.nan):5.1f}"
@@ -1082,6 +1186,8 @@ def main(args: Args) -> dict:
         return scores
 
     def save() -> None:
+        if RANK > 0:
+            return
         if not all(weight.isfinite().all() for weight in weights):
             print(f"{folder}: the weights are not finite and were not saved", file=sys.stderr)
             return
@@ -1106,16 +1212,20 @@ def main(args: Args) -> dict:
         finish_rollout = CUDAGraphStep(finish_rollout, generator, timer)
         update = CUDAGraphStep(update, generator, timer, scaler)
     elif args.cudagraph:
-        say("--cudagraph: needs CUDA; the loop runs without graphs")
+        say("--cudagraph: needs CUDA and one rank; the loop runs without graphs")
 
     # --- the loop -------------------------------------------------------------------------------------------------
     first_step = logged_step = global_step
     first_update = logged_updates = updates
     scores = {}
-    last_log = last_eval = last_checkpoint = elapsed()
-    write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
+    run_seconds, stop = sync(elapsed(), bool(interrupts))
+    last_log = last_eval = last_checkpoint = run_seconds
+    if RANK == 0:
+        write_scalars(writer, {"perf/warmup_s": time.perf_counter() - start_time}, global_step)
+    if RANKS > 1:
+        save()  # from the start torchrun can go on with it
     timer.lap()
-    while progress() < 1 and not interrupts:
+    while progress() < 1 and not stop:
         # 1 act and step, 2 store
         for _ in range(args.num_steps):
             act_step_and_store()
@@ -1134,26 +1244,31 @@ def main(args: Args) -> dict:
         updates += args.update_epochs * args.num_minibatches
         timer.lap("learn")
 
-        # 4 log, evaluate, save
-        if elapsed() >= last_log + args.log_every:
-            last_log = elapsed()
+        # 4 log, evaluate, save: at the same time on all ranks
+        run_seconds, stop = sync(elapsed(), bool(interrupts))
+        if run_seconds >= last_log + args.log_every:
+            last_log = run_seconds
             log()
             logged_step = global_step
             logged_updates = updates
             timer.lap("log")
-        if args.eval_every and elapsed() >= last_eval + args.eval_every:
-            last_eval = elapsed()
-            with interrupts.at_once():
-                scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+        if args.eval_every and run_seconds >= last_eval + args.eval_every:
+            last_eval = run_seconds
+            if RANK == 0:
+                with interrupts.at_once():
+                    scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+            run_seconds, stop = sync(elapsed(), bool(interrupts))
             timer.lap()
-        if args.checkpoint_every and elapsed() >= last_checkpoint + args.checkpoint_every:
-            last_checkpoint = elapsed()
+        if args.checkpoint_every and run_seconds >= last_checkpoint + args.checkpoint_every:
+            last_checkpoint = run_seconds
             save()
             timer.lap()
 
     # --- the end: what must not be lost comes first ---------------------------------------------------------------
     if global_step > logged_step:
         log()
+    if RANKS > 1:
+        dist.destroy_process_group()
     wall_seconds = elapsed()
     save()
     busy_seconds = sum(timer.total.values()) or math.inf
@@ -1178,9 +1293,11 @@ def main(args: Args) -> dict:
         "train_fraction": timer.total["learn"] / busy_seconds,
         **scores,
     }
+    if RANK > 0:
+        return summary
     write_json(folder / "summary.json", summary)
     say("")
-    if not interrupts:
+    if not (stop or interrupts):
         with interrupts.at_once():
             summary |= evaluate_and_log(args.eval_episodes)
             write_json(folder / "summary.json", summary)
@@ -1188,7 +1305,7 @@ def main(args: Args) -> dict:
             if args.video:
                 save_gif(agent, args, device, folder)
             say(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
-    if interrupts:
+    if stop or interrupts:
         say(f"stopped; {folder / 'checkpoint.pt'} goes on with python {SCRIPT}.py --resume {folder}")
     with suppress(OSError):  # on a full disk
         writer.close()
@@ -1198,6 +1315,8 @@ def main(args: Args) -> dict:
 def parse_args() -> Args:
     """The command line. With --resume and --evaluate it stands on top of the flags of that run."""
     args = tyro.cli(Args, description=__doc__)
+    if args.resume is None and args.evaluate is None:
+        args.resume = restarted_run(args)
     option = "resume" if args.resume is not None else "evaluate"
     name = getattr(args, option)
     if name is None:

@@ -31,10 +31,11 @@ SCRIPTS = {
 }
 PAGES = ["README.md", "benchmarks.md"]
 PAGES += [f"benchmarks/pages/{path.name}" for path in ROOT.glob("benchmarks/pages/*.md")]
-SHARED = "fail say check_memory pick_device matmuls_per_second pick_threads bf16_speedup pick_precision try_compile "
-SHARED += "CUDAGraphStep PhaseTimer Interrupts restore_process make_run_folder write_json write_scalars "
+SHARED = "fail first_line say check_memory pick_device matmuls_per_second pick_threads bf16_speedup pick_precision "
+SHARED += "try_compile CUDAGraphStep PhaseTimer Interrupts restore_process make_run_folder write_json write_scalars "
 SHARED += "save_checkpoint find_checkpoint load_checkpoint saved_flags layout check_layout "
 SHARED += "peak_memory_gib is_out_of_memory"
+OF_RANKS = "RankLost one_of_ranks mean_over_ranks average_gradients sync restarted_run"
 OF_SNAKE = "check_ranges rules_of make_envs wilson_interval parse_args"
 
 
@@ -56,6 +57,17 @@ def test_shared_blocks_are_the_same_letter_for_letter(script: str, name: str) ->
 @pytest.mark.parametrize("name", ["copy_tensors", "init_adam"])
 def test_blocks_of_those_that_use_pytorchs_adam(script: str, name: str) -> None:
     assert blocks(script)[name] == blocks("dqn_snake.py")[name]
+
+
+@pytest.mark.parametrize("script", ["ppo_snake.py", "ppo_metta.py", "dqn_mario_async.py"])
+@pytest.mark.parametrize("name", OF_RANKS.split())
+def test_blocks_of_those_that_torchrun_starts(script: str, name: str) -> None:
+    assert blocks(script)[name] == blocks("dqn_snake.py")[name]
+
+
+@pytest.mark.parametrize("script", ["ppo_snake.py", "dqn_mario_async.py"])
+def test_what_flags_say_of_all_ranks_is_dealt_out_alike(script: str) -> None:
+    assert blocks(script)["rank_share"] == blocks("dqn_snake.py")["rank_share"]
 
 
 @pytest.mark.parametrize("name", OF_SNAKE.split())

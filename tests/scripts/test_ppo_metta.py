@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rank_runs import KEEP_NETWORK, small_flags, start_ranks
 from small_runs import checkpoint, load, scalars
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
@@ -798,13 +798,13 @@ ppo_metta.sample = lambda logits, generator: action[next(drawn), mine]
 ppo_metta.make_envs = Recorded
 ppo_metta.evaluate = lambda *given: {}
 flags = dict(num_steps=steps, num_minibatches=1, bptt_horizon=8, update_epochs=50, total_timesteps=steps * lanes,
-             num_envs=1, hidden_size=16, video=False, threads=1, run_dir=sys.argv[1], run_name=sys.argv[2],
+             num_envs=RANKS, hidden_size=16, video=False, threads=1, run_dir=sys.argv[1], run_name=sys.argv[2],
              device="cpu", anneal_lr=False, log_every=1e-3)
 main(Args(**flags))
 """
 
 
-def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess:
+def run_ranks(ranks: int, *command: str) -> subprocess.CompletedProcess:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     kinds = dict(cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
@@ -814,7 +814,7 @@ def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess:
 def test_two_ranks_learn_what_one_learns(tmp_path) -> None:
     (tmp_path / "one_rollout.py").write_text(ONE_ROLLOUT)
     for ranks in (1, 2):
-        done = torchrun(ranks, str(tmp_path / "one_rollout.py"), str(tmp_path), str(ranks))
+        done = run_ranks(ranks, str(tmp_path / "one_rollout.py"), str(tmp_path), str(ranks))
         assert done.returncode == 0, done.stderr
     one, two = (agent_weights(tmp_path / str(ranks)) for ranks in (1, 2))
     for ranks in ("1", "2"):
@@ -828,149 +828,81 @@ def test_two_ranks_learn_what_one_learns(tmp_path) -> None:
 def test_ranks_play_different_games_and_one_writes(tmp_path) -> None:
     flags = "--num-envs 4 --num-steps 16 --num-minibatches 4 --bptt-horizon 8 --hidden-size 16 --eval-episodes 6 "
     flags += f"--total-timesteps 3072 --run-dir {tmp_path} --run-name run --no-video --log-every 0.001 --device cpu"
-    done = torchrun(2, "ppo_metta.py", *flags.split())
+    done = run_ranks(2, "ppo_metta.py", *flags.split())
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("eval_score_mean") == 1 and "2 ranks" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["env_steps"] == 3072 and summary["replay_ratio"] == pytest.approx(1)
     saved = checkpoint(tmp_path / "run")
-    assert (saved["global_step"], saved["updates"]) == (3072, 16)
+    assert (saved["global_step"], saved["updates"]) == (3072, 32)
 
 
-def start_ranks(folder: Path, script: str) -> list[subprocess.Popen]:
-    """Two ranks as torchrun would start them, but sooner."""
-    (folder / "ranks.py").write_text(script)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    common |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder)
-    command = [sys.executable, "ranks.py"]
-    return [
-        subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **streams)
-        for rank in range(2)
-    ]
+def test_ranks_play_games_of_their_own_with_noise_of_their_own(tmp_path) -> None:
+    before = """
+first_obs, seeds = [], set()
+rollout_init, sample = script.Rollout.__init__, script.sample
 
-
-RANK_FLAGS = """
-import sys, time, torch, ppo_metta
-from ppo_metta import RANK, Args, main
-flags = dict(num_envs=2, num_steps=8, num_minibatches=2, bptt_horizon=8, hidden_size=16, video=False, device="cpu",
-             threads=1, run_name="run", log_every=0.05, eval_episodes=6)
-"""
-SAME_WEIGHTS = (
-    RANK_FLAGS
-    + """
-agents, seeds, first_obs = [], set(), []
-agent_init, rollout_init, sample = ppo_metta.Agent.__init__, ppo_metta.Rollout.__init__, ppo_metta.sample
-def keep_agent(self, *given):
-    agent_init(self, *given)
-    agents.append(self)
 def keep_obs(self, args, obs, *given):
     first_obs.append(obs.clone())
     rollout_init(self, args, obs, *given)
+
 def keep_seed(logits, generator):
     seeds.add(generator.initial_seed())
     return sample(logits, generator)
-ppo_metta.Agent.__init__, ppo_metta.Rollout.__init__, ppo_metta.sample = keep_agent, keep_obs, keep_seed
-stdout = sys.stdout
-summary = main(Args(max_seconds=6.0, eval_every=0.3, checkpoint_every=0.2, **flags))
-assert sys.stdout is stdout and not torch.distributed.is_initialized()
-seeds.discard(ppo_metta.EVAL_SEED)
-torch.save([agents[0].state_dict(), first_obs[0], sorted(seeds), summary["env_steps"]], f"rank{RANK}.pt")
+
+script.Rollout.__init__, script.sample = keep_obs, keep_seed
 """
-)
-
-
-@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
-def test_ranks_end_with_the_same_weights_from_games_and_noise_of_their_own(tmp_path, attempt) -> None:
-    """Time decides what they do together: when they log, how large a step is, when they end."""
-    ranks = start_ranks(tmp_path, SAME_WEIGHTS)
+    after = """
+    stdout = sys.stdout
+    seeds.discard(script.EVAL_SEED)
+    torch.save([first_obs[0], sorted(seeds)], f"rank{script.RANK}.pt")
+"""
+    ranks = start_ranks(tmp_path, "ppo_metta", small_flags("ppo_metta", total_timesteps=1536), before, after.strip())
     said = [rank.communicate(timeout=100) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
-    (weights, obs, seeds, steps), other = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    assert steps == other[3] > 500
-    assert all(torch.equal(value, other[0][name]) for name, value in weights.items())
-    assert not torch.equal(obs, other[1])
-    assert len(seeds) == len(other[2]) == 1 and seeds != other[2]
-    assert said[0][0].count("eval_score_mean") == 1 and not said[1][0]
+    (obs, seeds), (other_obs, other_seeds) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert not torch.equal(obs, other_obs)
+    assert len(seeds) == len(other_seeds) == 1 and seeds != other_seeds
 
 
-INTERRUPTED = (
-    RANK_FLAGS
-    + """
-def evaluate(*given):
-    print("evaluates", flush=True)
-    time.sleep(100)
-ppo_metta.evaluate = evaluate
-main(Args(eval_every=0.1, **flags))
-"""
-)
+OVERFLOW = """
+optimizers, scalers, losses = [], [], []
+ppo_loss, adam, scaler_of = script.ppo_loss, torch.optim.Adam, torch.amp.GradScaler
 
-
-OVERFLOW = (
-    RANK_FLAGS
-    + """
-agents, optimizers, scalers, losses = [], [], [], []
-agent_init, ppo_loss = ppo_metta.Agent.__init__, ppo_metta.ppo_loss
-adam, scaler_of = torch.optim.Adam, torch.amp.GradScaler
-def keep_agent(self, *given):
-    agent_init(self, *given)
-    agents.append(self)
 def keep_optimizer(*given, **more):
     optimizers.append(adam(*given, **more))
     return optimizers[-1]
+
 def keep_scaler(*given, **more):
     scalers.append(scaler_of(*given, **more))
     return scalers[-1]
+
 def overflowing(*given):
     losses.append(0)
     loss, parts = ppo_loss(*given)
-    return loss * (1e36 if RANK == 1 and len(losses) == 2 else 1), parts
-ppo_metta.Agent.__init__, torch.optim.Adam, torch.amp.GradScaler = keep_agent, keep_optimizer, keep_scaler
-ppo_metta.ppo_loss, ppo_metta.evaluate = overflowing, lambda *given: {}
-ppo_metta.pick_precision = lambda *given: torch.float16
-main(Args(total_timesteps=2 * 12 * 8 * 3, rnn="none", **flags))
-steps = optimizers[0].state_dict()["state"][0]["step"].item()
-torch.save([agents[0].state_dict(), scalers[0].get_scale(), steps, len(losses)], f"rank{RANK}.pt")
+    return loss * (1e36 if script.RANK == 1 and len(losses) == 2 else 1), parts
+
+torch.optim.Adam, torch.amp.GradScaler = keep_optimizer, keep_scaler
+script.ppo_loss, script.evaluate = overflowing, lambda *given: {}
+script.pick_precision = lambda *given: torch.float16
 """
-)
+SAVE_OVERFLOW = """
+    steps = optimizers[0].state_dict()["state"][0]["step"].item()
+    torch.save([networks[0].state_dict(), scalers[0].get_scale(), steps, len(losses)], f"rank{script.RANK}.pt")
+"""
 
 
 def test_all_ranks_skip_an_update_that_overflows_on_one(tmp_path) -> None:
     """With gradient scaling as --fp16 has it on CUDA: what one rank steps with and another does not would be NaN."""
-    ranks = start_ranks(tmp_path, OVERFLOW)
+    flags = small_flags("ppo_metta", num_envs=4, num_steps=8, num_minibatches=2, total_timesteps=4 * 6 * 8 * 3)
+    flags["rnn"] = "none"
+    ranks = start_ranks(tmp_path, "ppo_metta", flags, KEEP_NETWORK + OVERFLOW, SAVE_OVERFLOW.strip())
     said = [rank.communicate(timeout=100) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     (weights, scale, steps, updates), other = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert all(value.isfinite().all() for value in weights.values())
     assert all(torch.equal(value, other[0][name]) for name, value in weights.items())
     assert (updates, steps, scale) == (6, 5, 2**15) == (other[3], other[2], other[1])
-
-
-def test_control_c_during_the_evaluation_of_one_rank_ends_all(tmp_path) -> None:
-    ranks = start_ranks(tmp_path, INTERRUPTED)
-    while "evaluates" not in ranks[0].stdout.readline():
-        pass
-    time.sleep(0.3)
-    for rank in ranks:
-        rank.send_signal(signal.SIGINT)
-    out, err = ranks[0].communicate(timeout=30)
-    assert ranks[1].communicate(timeout=30) == ("", "")
-    assert [rank.returncode for rank in ranks] == [0, 0] and not err, err
-    assert "stopped" in out and (tmp_path / "runs/run/checkpoint.pt").exists()
-
-
-def test_a_lost_rank_ends_the_others_with_one_line_and_a_checkpoint(tmp_path) -> None:
-    ranks = start_ranks(tmp_path, RANK_FLAGS + "main(Args(**flags))")
-    while "SPS" not in ranks[0].stdout.readline():
-        pass
-    ranks[1].kill()
-    err = ranks[0].communicate(timeout=30)[1]
-    assert ranks[0].returncode == 1 and err.count("\n") == 1 and "rank 0 has lost another one" in err, err
-    assert (tmp_path / "runs/run/checkpoint.pt").exists()
-    ranks[1].communicate()
 
 
 # ------------------------------------------------------------------------------------------------ switches

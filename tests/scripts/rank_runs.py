@@ -1,0 +1,93 @@
+"""Starts scripts as the ranks of a torchrun: directly, which is sooner, or by torchrun itself."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from small_runs import COMMON, ROOT, SMALL
+
+RANKED = [name for name in SMALL if name != "dqn_snake_sb3_compat"]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+
+RANK_SCRIPT = """
+import importlib, json, sys, time
+import torch
+
+script = importlib.import_module({name!r})
+{before}
+if __name__ == "__main__":  # processes of collectors import this file
+    summary = script.main(script.Args(**{flags!r}))
+    {after}
+"""
+
+KEEP_NETWORK = """
+networks = []
+network_class = getattr(script, "Agent", None) or script.QNetwork
+init = network_class.__init__
+
+def keep(self, *given):
+    init(self, *given)
+    networks.append(self)
+
+network_class.__init__ = keep
+"""
+SAVE_NETWORK = 'torch.save([networks[0].state_dict(), summary["env_steps"]], f"rank{script.RANK}.pt")'
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def small_flags(name: str, **flags: Any) -> dict[str, Any]:
+    """A run of two ranks that goes on until it is ended."""
+    small = COMMON | SMALL[name] | {"run_name": "run", "total_timesteps": None, "log_every": 0.05}
+    if name == "ppo_metta":
+        small["size"] = 20
+    return small | flags
+
+
+def start_ranks(
+    folder: Path, name: str, flags: dict[str, Any], before: str = "", after: str = "", ranks: int = 2
+) -> list[subprocess.Popen]:
+    """The ranks of a job, each with code `before` and `after` its run. They start in `folder`."""
+    (folder / "ranks.py").write_text(RANK_SCRIPT.format(name=name, flags=flags, before=before, after=after or "pass"))
+    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    job |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    started = []
+    for rank in range(ranks):
+        environment = ENVIRONMENT | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = subprocess.Popen(
+            [sys.executable, "ranks.py"],
+            env=environment,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+    return started
+
+
+def torchrun(folder: Path, name: str, flags: dict[str, Any], *options: object) -> subprocess.Popen:
+    """A torchrun of a script, in `folder`."""
+    words = []
+    for flag, value in flags.items():
+        flag = flag.replace("_", "-")
+        if type(value) is bool:
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words.append(f"--{flag}={value}")
+    launcher = [sys.executable, "-m", "torch.distributed.run", *map(str, options)]
+    return subprocess.Popen(
+        [*launcher, str(ROOT / f"{name}.py"), *words],
+        cwd=folder,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
