@@ -24,6 +24,7 @@ Suites, with their tables, and how long they take on two cores:
     bf16, busy: --bf16 in every script; every script beside one busy process            25 minutes
     switches: every switch alone and together                                           40 minutes
     scaling: cost as games, batch, board and agents grow                                30 minutes
+    ranks: torchrun with two ranks beside one, and what an all-reduce costs             20 minutes
     learn: score after one, two and ten minutes, three seeds                                1 hour
     ppo-snake: ppo-snake-learn, ppo-snake-speed, ppo-snake-boards: score and boards filled after one and two
         minutes; speed by games; boards of 6x6 and 20x20                                     1 hour
@@ -55,6 +56,7 @@ from benchmarks import (
     metta_speed,
     plots,
     ppo_snake,
+    ranks,
     report,
     sb3_compat,
     snake,
@@ -62,7 +64,18 @@ from benchmarks import (
 )
 from benchmarks.harness import SUITES, Options, fail
 
-TABLE_FILES = [snake, ppo_snake, sb3_compat, metta, metta_speed, mario, all_scripts, time_to, gpu]  # with their tables
+TABLE_FILES = [
+    snake,
+    ppo_snake,
+    sb3_compat,
+    metta,
+    metta_speed,
+    mario,
+    all_scripts,
+    ranks,
+    time_to,
+    gpu,
+]  # with their tables
 
 
 def check_options(options: Options, names: list[str], device: torch.device) -> None:

@@ -35,6 +35,7 @@ SUITES = {
     "mario-real": ["mario-real"],
     "switches": ["switches"],
     "scaling": ["scaling"],
+    "ranks": ["ranks"],
     "learn": ["learn"],
     "ppo-snake": ["ppo-snake-learn", "ppo-snake-speed", "ppo-snake-boards"],
     "ppo-snake-long": ["ppo-snake-long"],
@@ -131,10 +132,13 @@ PLAIN_SETTINGS = {  # of dqn_snake_sb3_compat.py while it is measured, so that a
 }
 
 
-def run(flags: str, options: Options, script: str = "dqn_snake.py") -> dict:
+def run(flags: str, options: Options, script: str = "dqn_snake.py", ranks: int = 1) -> dict:
     """Summary of one run of the real script. MemoryError where it did not fit, the end of it all for other failures."""
     name = f"benchmark-{os.getpid()}-{time.time_ns()}"  # a name that exists is refused
-    command = [sys.executable, script, "--device", options.device, "--no-video", "--run-name", name]
+    launcher = []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher, script, "--device", options.device, "--no-video", "--run-name", name]
     command += shlex.split(flags)
     environment = os.environ | PLAIN_SETTINGS
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

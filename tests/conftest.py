@@ -7,6 +7,10 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="ten to a hundred times as many tries in tests/faults")
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     random.seed(0)

@@ -102,6 +102,13 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
             "ppo_snake.matmul_seconds": lambda batch, *_, **__: by_minibatch[batch]["matmul_seconds"],
             "ppo_snake.least_work": lambda batch, *_, **__: (by_minibatch[batch]["flops"], 0),
         }
+    if name == "ranks":
+        sizes = list(found["sizes"])
+        return {
+            ALTERNATE: alternate(found["runs"]),
+            IN_SUBPROCESS: lambda _, ranks, **__: found["all_reduce"][str(ranks)],
+            "ranks.num_weights": lambda folder, network: sizes.pop(0),
+        }
     if name == "sb3-speed":
         cases = []
         for rates in found["rates"].values():

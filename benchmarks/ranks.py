@@ -1,0 +1,100 @@
+"""The table of several ranks: what an all-reduce costs, and what two ranks make of two cores."""
+
+import os
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks import harness
+from benchmarks.harness import SPEED_RUN, Options, column, ratios
+from benchmarks.report import markdown_table, median_min_max, table
+
+NETWORKS = {  # what the checkpoint of a script calls the weights that are averaged
+    "ppo_snake.py": "agent",
+    "dqn_snake.py": "q_network",
+    "ppo_metta.py": "agent",
+    "dqn_mario_async.py": "q_network",
+}
+
+
+def time_all_reduce(rank: int, ranks: int, store: str, sizes: list[int], rounds: int, results: str) -> None:
+    """In one of the ranks: median seconds for each of `sizes`, in float32 numbers. The first rank writes them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    medians = []
+    for size in sizes:
+        numbers = torch.ones(size)
+        seconds = []
+        for _ in range(rounds):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(numbers)
+            seconds.append(time.perf_counter() - start)
+        medians.append(statistics.median(seconds))
+    if rank == 0:
+        torch.save(medians, results)
+    dist.destroy_process_group()
+
+
+def all_reduce_seconds(ranks: int, sizes: list[int], rounds: int) -> list[float]:
+    """Median seconds of an all-reduce of so many float32 numbers over gloo, with all ranks on this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = os.path.join(folder, "results")
+        mp.spawn(time_all_reduce, (ranks, os.path.join(folder, "store"), sizes, rounds, results), nprocs=ranks)
+        return torch.load(results)
+
+
+def num_weights(folder: Path, network: str) -> int:
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)[network]
+    return sum(tensor.numel() for tensor in saved.values())
+
+
+@table(
+    "ranks",
+    caption="""
+    `torchrun` on one machine: what an update sends, how long that takes, and env steps per second end to end.
+
+    All ranks average their gradients in one all-reduce of float32 numbers for each update (gloo, a thread a rank). Two
+    ranks do the work of one, half each: the games, the batch and the replay ratio are those of the whole job. "×" is
+    two ranks to one with two threads, within a round.
+    """,
+)
+def ranks(options: Options, device: torch.device) -> tuple[str, dict]:
+    scripts = list(NETWORKS)[:1] if options.fast else list(NETWORKS)
+    seconds = 5 if options.fast else 12
+    calls = {}
+    for script in scripts:
+        base = f"{SPEED_RUN} --max-seconds {seconds}"
+        calls[f"{script}, 1 thread"] = partial(harness.run, f"{base} --threads 1", options, script)
+        calls[f"{script}, 2 threads"] = partial(harness.run, f"{base} --threads 2", options, script)
+        calls[f"{script}, 2 ranks"] = partial(harness.run, f"{base} --threads 1", options, script, 2)
+    measured = harness.alternate(options, calls)
+    sizes = []
+    for script in scripts:
+        run = measured[f"{script}, 1 thread"][0]
+        sizes.append(num_weights(harness.run_folder(run["run"]), NETWORKS[script]))
+    reduce_seconds = {}
+    for number in (2, 4):
+        rounds = 20 if options.fast else 200
+        reduce_seconds[number] = harness.in_subprocess(all_reduce_seconds, ranks=number, sizes=sizes, rounds=rounds)
+    rows = []
+    for i, script in enumerate(scripts):
+        one = measured[f"{script}, 1 thread"]
+        update_ms = [1000 * run["train_fraction"] / run["updates_per_second"] for run in one]
+        rates = {}
+        for how in ("1 thread", "2 threads", "2 ranks"):
+            rates[how] = column(measured[f"{script}, {how}"], "env_steps_per_second")
+        row = [f"`{script}`", f"{4 * sizes[i] / 1024:,.0f}", f"{statistics.median(update_ms):.1f}"]
+        row += [f"{1000 * reduce_seconds[number][i]:.2f}" for number in (2, 4)]
+        row += [median_min_max(rate) for rate in rates.values()]
+        row.append(median_min_max(ratios(rates["2 ranks"], rates["2 threads"]), 2))
+        rows.append(row)
+    header = "script | KiB an update | ms an update, 1 thread | all-reduce ms, 2 ranks | 4 ranks"
+    header += " | env steps/s, 1 thread | 2 threads | 2 ranks | ×"
+    return markdown_table(header, rows), {"runs": measured, "sizes": sizes, "all_reduce": reduce_seconds}

@@ -1,0 +1,135 @@
+"""Runs that are killed at any moment, and their processes."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import ROOT, Script, load
+
+pytestmark = pytest.mark.slow
+WITH_PROCESSES = {
+    "ppo_metta": dict(vec_env="subproc", num_workers=2, size=20),
+    "dqn_mario_async": dict(num_collectors=2, buffer_size=4000),
+}
+STREAMS = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def start(script: Script, **flags: object) -> subprocess.Popen:
+    flags = WITH_PROCESSES.get(script.name, {}) | flags
+    command = [sys.executable, "-u", f"{script.name}.py", *script.words(**flags)]
+    return subprocess.Popen(command, cwd=ROOT, **STREAMS)
+
+
+def wait_for_log(run: subprocess.Popen) -> None:
+    line = run.stdout.readline()
+    while "SPS" not in line and "updates/s" not in line and "[TRAIN]" not in line:
+        assert line, run.stderr.read()
+        line = run.stdout.readline()
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that a process has started, and theirs."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found |= {child} | descendants(child)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = re.search(r"^State:\s+(\S)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(processes: set[int], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while left := {pid for pid in processes if is_alive(pid)}:
+        assert time.monotonic() < end, f"processes {left} live on"
+        time.sleep(0.05)
+
+
+def test_a_run_that_is_killed_at_any_moment_goes_on(script, tries) -> None:
+    """It saves nearly all the time, so many are killed in the middle of that."""
+    moments = random.Random(script.name)
+    folder = None
+    shared_before = set(os.listdir("/dev/shm"))
+    endless = dict(total_timesteps=10**9, checkpoint_every=0.01, log_every=0.02)
+    steps = []
+    for number in range(tries(5, 50)):
+        goes_on = dict(resume=folder) if steps else dict(run_name=f"run-{number}")
+        run = start(script, **endless, **goes_on)
+        wait_for_log(run)
+        time.sleep(moments.uniform(0, 0.5))
+        processes = descendants(run.pid)
+        run.kill()
+        run.communicate()
+        wait_until_gone(processes)
+        assert not set(os.listdir("/dev/shm")) - shared_before
+        if not steps:
+            folder = script.folder / f"run-{number}"
+        if (folder / "checkpoint.pt").exists():
+            steps.append(load(folder)["global_step"])
+    assert steps == sorted(steps) and steps[-1] > 0
+    last = start(script, **endless | dict(total_timesteps=steps[-1] + 500), resume=folder)
+    _, err = last.communicate(timeout=120)
+    assert last.returncode == 0, err
+    assert load(folder)["global_step"] >= steps[-1] + 500
+    assert not list(folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("script", ["dqn_mario_async"], indirect=True)
+def test_the_counts_hold_while_collectors_are_killed_and_stopped(script, tries) -> None:
+    """What was produced is stored, in flight or lost, at every log line; one that is stopped holds up nothing."""
+    moments = random.Random(0)
+    run = start(script, total_timesteps=10**9, log_every=0.2, run_name="run")
+    wait_for_log(run)
+    for number in range(tries(4, 40)):
+        collectors = sorted(pid for pid in descendants(run.pid) if "spawn_main" in command_of(pid))
+        victim = moments.choice(collectors)
+        if number % 2:
+            os.kill(victim, signal.SIGSTOP)
+            time.sleep(1.0)
+            os.kill(victim, signal.SIGCONT)
+        else:
+            os.kill(victim, signal.SIGKILL)
+        time.sleep(moments.uniform(1.0, 3.0))
+    run.send_signal(signal.SIGTERM)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 0, err
+    assert "do not count the same" not in err
+    for line in re.findall(r"^\[COLLECT\].*", out, re.MULTILINE):
+        counts = [re.search(rf"{name} ([\d,]+)", line)[1] for name in ("produced", "stored", "in flight")]
+        produced, stored, in_flight = [int(number.replace(",", "")) for number in counts]
+        assert 0 <= produced - stored - in_flight <= 100
+    assert (script.folder / "run" / "checkpoint.pt").exists()
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("script", ["ppo_metta"], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_is_lost_ends_the_run_with_a_checkpoint_and_one_line(script, number) -> None:
+    run = start(script, total_timesteps=10**9, log_every=0.2, run_name="run")
+    wait_for_log(run)
+    workers = [pid for pid in descendants(run.pid) if "spawn_main" in command_of(pid)]
+    os.kill(workers[0], number)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 1 and err.count("\n") == 1, err
+    checkpoint = torch.load(script.folder / "run" / "checkpoint.pt", weights_only=True)
+    assert checkpoint["global_step"] > 0
+    wait_until_gone(set(workers))
