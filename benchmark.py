@@ -26,9 +26,8 @@ Suites, with their tables, and how long they take on two cores:
     scaling: cost as games, batch, board and agents grow                                30 minutes
     ranks: torchrun with two ranks beside one, and what an all-reduce costs             20 minutes
     learn: score after one, two and ten minutes, three seeds                                1 hour
-    ppo-snake: ppo-snake-learn, ppo-snake-speed, ppo-snake-boards: score and boards filled after one and two
-        minutes; speed by games; boards of 6x6 and 20x20                                     1 hour
-    ppo-snake-long: score and boards filled after ten minutes and after half an hour     2 hours
+    ppo-snake: ppo-snake-learn, ppo-snake-learn-600, ppo-snake-speed: score and boards filled after one, two
+        and ten minutes, three seeds; speed by games                                    55 minutes
     time-to-score: time-to-score, time-to-score-ppo: seconds to 5, 10, 20, 30 food beside SB3,
         up to 20 minutes a run                                                          75 minutes
     time-to-hearts, time-to-distance: the same in the arena and in Mario                 3 hours

@@ -55,27 +55,14 @@ def ppo_snake_learn(options: Options, device: torch.device) -> tuple[str, dict]:
 
 
 @table(
-    "ppo-snake-long",
+    "ppo-snake-learn-600",
     caption="""
-    As in ppo-snake-learn, after ten minutes and after half an hour.
+    As in ppo-snake-learn, after ten minutes.
     """,
 )
-def ppo_snake_long(options: Options, device: torch.device) -> tuple[str, dict]:
-    budgets = [10] if options.fast else [600, 1800]
-    return learning_table([(f"--max-seconds {budget}", options.seeds) for budget in budgets], options)
-
-
-@table(
-    "ppo-snake-boards",
-    caption="""
-    As in ppo-snake-learn, on a smaller board (33 food fill it) and on a larger one (397), whose 20x20 has one seed.
-    """,
-)
-def ppo_snake_boards(options: Options, device: torch.device) -> tuple[str, dict]:
-    settings = [("--board 6x6 --max-seconds 120", options.seeds), ("--board 20x20 --max-seconds 1800", [1])]
-    if options.fast:
-        settings = [("--board 6x6 --max-seconds 10", [1])]
-    return learning_table(settings, options)
+def ppo_snake_learn_600(options: Options, device: torch.device) -> tuple[str, dict]:
+    budget = 10 if options.fast else 600
+    return learning_table([(f"--max-seconds {budget}", options.seeds)], options)
 
 
 @table(
