@@ -1253,9 +1253,10 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
             raise ValueError(f"it is one of {checkpoint['script']}.py")
         if checkpoint.get("version") != CHECKPOINT_VERSION:
             raise ValueError("it was made by another version")
-        other_flags = set(checkpoint["args"]) ^ set(vars(Args()))
+        other_flags = checkpoint["args"].keys() ^ vars(Args()).keys()
         if other_flags:
             raise ValueError(f"it was made by another version, with other flags: {other_flags}")
+        layout(checkpoint)  # an error in here too: of what is nested too deeply, or is no plain tensor
     except Exception as error:
         fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({first_line(error)})")
     return path, checkpoint
@@ -1268,6 +1269,8 @@ def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         if name in COMMAND_LINE_ONLY or value is None:
             continue
+        if type(value) not in (bool, int, float, str):
+            fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its --{flag} is a {type(value).__name__})")
         if type(value) is bool:
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
@@ -1287,7 +1290,7 @@ def layout(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [layout(part) for part in value]
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided:
+        if value.layout != torch.strided or value.is_meta:
             return None
         if value.is_floating_point() and not value.isfinite().all():
             return None
@@ -1430,7 +1433,7 @@ def main(args: Args) -> dict:
         asked = f"--resume {args.resume}"
         same_device = checkpoint.get("device") == device.type
         expected = run_state()
-        if not (checkpoint.get("scaler") and expected["scaler"]):  # only float16 has something there
+        if not expected["scaler"] or checkpoint.get("scaler") == {}:  # only float16 has something there
             del expected["scaler"]
         if not same_device:  # random numbers are of another kind there
             del expected["device"]

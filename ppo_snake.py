@@ -45,7 +45,7 @@ from envs.streams import lane_key
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 1
 RANK = int(os.environ.get("RANK", 0))  # these four are set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
@@ -827,9 +827,10 @@ def load_checkpoint(flag: str, name: str, run_dir: str) -> tuple[Path, dict]:
             raise ValueError(f"it is one of {checkpoint['script']}.py")
         if checkpoint.get("version") != CHECKPOINT_VERSION:
             raise ValueError("it was made by another version")
-        other_flags = set(checkpoint["args"]) ^ set(vars(Args()))
+        other_flags = checkpoint["args"].keys() ^ vars(Args()).keys()
         if other_flags:
             raise ValueError(f"it was made by another version, with other flags: {other_flags}")
+        layout(checkpoint)  # an error in here too: of what is nested too deeply, or is no plain tensor
     except Exception as error:
         fail(f"{flag} {name}: not a whole checkpoint of {SCRIPT}.py ({first_line(error)})")
     return path, checkpoint
@@ -842,6 +843,8 @@ def saved_flags(asked: str, saved_args: dict[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         if name in COMMAND_LINE_ONLY or value is None:
             continue
+        if type(value) not in (bool, int, float, str):
+            fail(f"{asked}: not a whole checkpoint of {SCRIPT}.py (its --{flag} is a {type(value).__name__})")
         if type(value) is bool:
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
@@ -861,7 +864,7 @@ def layout(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [layout(part) for part in value]
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided:
+        if value.layout != torch.strided or value.is_meta:
             return None
         if value.is_floating_point() and not value.isfinite().all():
             return None
@@ -977,7 +980,6 @@ def main(args: Args) -> dict:
             "agent": agent.state_dict(),
             "optimizer": optimizer.state_dict()["state"],
             "scaler": scaler.state_dict(),
-            "ranks": RANKS,
             "global_step": global_step,
             "updates": updates,
             "elapsed": elapsed(),
@@ -995,12 +997,12 @@ def main(args: Args) -> dict:
         saved_board = checkpoint["args"].get("board")
         if saved_board != args.board:  # 9x4 and 4x9 have tensors of the same shapes
             fail(f"--board {args.board}: must be {saved_board}, as it was")
-        begins_anew = RANKS > 1 or checkpoint.get("ranks") != 1
+        begins_anew = RANKS > 1 or "envs" not in checkpoint
         same_device = checkpoint.get("device") == device.type and not begins_anew
         expected = run_state()
         if begins_anew:
             expected.pop("envs", None)
-        if not (checkpoint.get("scaler") and expected["scaler"]):  # only float16 has something there
+        if not expected["scaler"] or checkpoint.get("scaler") == {}:  # only float16 has something there
             del expected["scaler"]
         if not same_device:  # random numbers are of another kind there
             expected.pop("device", None)

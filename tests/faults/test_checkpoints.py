@@ -120,12 +120,41 @@ def change_value(data: bytes, draw: random.Random) -> bytes:
     return result.getvalue()
 
 
+def nest(data: bytes, draw: random.Random) -> bytes:
+    """A list in a list and so on, deeper than Python's recursion goes, in the place of a part."""
+    checkpoint = torch.load(io.BytesIO(data), weights_only=True)
+    name = draw.choice(list(checkpoint))
+    checkpoint[name] = "here"
+    result = io.BytesIO()
+    torch.save(checkpoint, result)
+    depth = draw.choice([100, 5000])
+    nested = b"]" * depth + b"a" * (depth - 1)
+    changed = io.BytesIO()
+    with zipfile.ZipFile(result) as before, zipfile.ZipFile(changed, "w") as after:
+        for member in before.namelist():
+            content = before.read(member)
+            if member.endswith("data.pkl"):
+                content = content.replace(b"X\x04\x00\x00\x00here", nested, 1)
+            after.writestr(member, content)
+    return changed.getvalue()
+
+
 def plain_pickle(data: bytes, draw: random.Random) -> bytes:
     """Of what a checkpoint is not, some of it hostile."""
     return pickle.dumps(draw.choice([Executed(), {"script": Executed()}, [], 7, {"script": "dqn_snake"}]))
 
 
-MUTATIONS = [change_value, change_value, change_value, flip_bytes, truncate, insert_bytes, change_member, plain_pickle]
+MUTATIONS = [
+    change_value,
+    change_value,
+    change_value,
+    flip_bytes,
+    truncate,
+    insert_bytes,
+    change_member,
+    nest,
+    plain_pickle,
+]
 
 
 def test_a_damaged_checkpoint_is_refused_in_one_line_or_loaded(script, tries, monkeypatch, capsys, started) -> None:
