@@ -64,9 +64,10 @@ def learned_food() -> dict[str, list[dict]]:
 def filled_boards() -> dict[str, list[dict]]:
     """Runs of ppo_snake.py at its defaults, by their seconds."""
     learned = {}
-    for seconds in ("60", "120"):
+    found = results("ppo-snake-learn")["runs"] + results("ppo-snake-learn-600")["runs"]
+    for seconds in ("60", "120", "600"):
         flags = f"--max-seconds {seconds}"
-        runs = [one for one in results("ppo-snake-learn")["runs"] if one["flags"].split(" --seed")[0] == flags]
+        runs = [one for one in found if one["flags"].split(" --seed")[0] == flags]
         assert len(runs) == 3 and {one["precision"] for one in runs} == {"float32"}
         learned[seconds] = runs
     return learned
@@ -131,6 +132,7 @@ def readme() -> list[str]:
     phrases = [
         f"| `ppo_snake.py --max-seconds 60` | {hearts(ppo['60']):.1f} food of 97 after 1 minute |",
         f"| `ppo_snake.py` | {hearts(ppo['120']):.1f} food after 2 minutes, {share_filled(ppo['120'])} | | {ppo_speed}",
+        f"| {hearts(ppo['600']):.1f} food after 10 minutes, {share_filled(ppo['600'])} |",
         f"| `dqn_snake.py --max-seconds 60` | {hearts(food['60']):.1f} food of 97 after 1 minute | {sb3_food()} | |",
         f"| `dqn_snake.py` | {hearts(food['120']):.1f} food after 2 minutes | | {hundreds(median(food['120']))} env",
         f"| {hearts(food['600']):.1f} food after 10 minutes, best games fill the board |",
@@ -160,6 +162,8 @@ def headlines() -> list[str]:
         f"| 1 minute | {hearts(ppo['60']):.1f} food of 97 | `dqn_snake.py`: {hearts(food['60']):.1f} |",
         f"| 2 minutes | {hearts(ppo['120']):.1f} food, {share_filled(ppo['120'])} | `dqn_snake.py`: "
         f"{hearts(food['120']):.1f} |",
+        f"| 10 minutes | {hearts(ppo['600']):.1f} food, {share_filled(ppo['600'])} | `dqn_snake.py`: "
+        f"{hearts(food['600']):.1f} |",
         f"| `ppo_snake.py`, playing and learning | {hundreds(median(ppo['120']))} env steps/s |",
         f"| 1 minute | {hearts(food['60']):.1f} food of 97 | {sb3_food()} |",
         f"| 2 minutes | {hearts(food['120']):.1f} food",
