@@ -684,9 +684,21 @@ class RankLost(RuntimeError):
     """Another rank of a torchrun is gone."""
 
 
+def join_ranks() -> None:
+    """Meet the others. A job on one machine that is started again must not find addresses of the one before in
+    torchrun's store (pytorch issue 135712); agents of several machines count restarts differently."""
+    try:
+        store, _, _ = next(dist.rendezvous("env://"))
+        if LOCAL_RANKS == RANKS:
+            store = dist.PrefixStore(f"start {RESTARTS}", store)
+        dist.init_process_group(store=store, rank=RANK, world_size=RANKS)
+    except RuntimeError as error:
+        raise RankLost(first_line(error)) from None
+
+
 @contextmanager
 def one_of_ranks() -> Iterator[None]:
-    """Meet the other ranks, if torchrun has started several. All but the first are silent."""
+    """Whatever torchrun starts several of. All but the first are silent."""
     if RANKS == 1:
         yield
         return
@@ -694,10 +706,10 @@ def one_of_ranks() -> Iterator[None]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     with open(os.devnull, "w") as silence, redirect_stdout(silence if RANK > 0 else sys.stdout):
         try:
-            dist.init_process_group()
+            join_ranks()
             yield
-        except (RankLost, dist.DistError) as error:
-            print(f"{SCRIPT}.py: rank {RANK} has lost another one ({first_line(error)})", file=sys.stderr)
+        except RankLost as error:
+            print(f"{SCRIPT}.py: rank {RANK} has lost another one ({error})", file=sys.stderr)
             raise SystemExit(1) from None
 
 

@@ -35,7 +35,7 @@ SHARED = "fail first_line say check_memory pick_device matmuls_per_second pick_t
 SHARED += "try_compile CUDAGraphStep PhaseTimer Interrupts restore_process make_run_folder write_json write_scalars "
 SHARED += "save_checkpoint find_checkpoint load_checkpoint saved_flags layout check_layout "
 SHARED += "peak_memory_gib is_out_of_memory"
-OF_RANKS = "RankLost one_of_ranks mean_over_ranks average_gradients sync restarted_run"
+OF_RANKS = "RankLost join_ranks one_of_ranks mean_over_ranks average_gradients sync restarted_run"
 OF_SNAKE = "check_ranges rules_of make_envs wilson_interval parse_args"
 
 

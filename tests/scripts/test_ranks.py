@@ -117,14 +117,16 @@ def test_two_ranks_with_half_the_batch_learn_what_one_learns_with_all_of_it(tmp_
         assert load(folder / "runs/run")["updates"] >= 50
         weights[ranks], env_steps = torch.load(folder / "rank0.pt")
         assert env_steps == steps
-    for part in weights[1]:
-        torch.testing.assert_close(weights[1][part], weights[2][part], atol=1e-4, rtol=1e-3)
+    for part in weights[1]:  # Adam makes a step of rounding errors where a gradient is nearly 0
+        torch.testing.assert_close(weights[1][part], weights[2][part], atol=3e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", RANKED)
 def test_ranks_end_with_the_same_weights(tmp_path, name) -> None:
     """Time decides what they do together: when they log, how large a step is, when they end."""
     flags = small_flags(name, max_seconds=6.0, eval_every=0.5, checkpoint_every=0.3)
+    if name == "dqn_mario_async":
+        flags["num_collectors"] = 1  # each rank has other steps to learn from, and at other times
     ranks = start_ranks(tmp_path, name, flags, KEEP_NETWORK, SAVE_NETWORK)
     said = finish(ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], said
