@@ -846,7 +846,8 @@ def evaluate_run(q_network: QNetwork, args: Args, device: torch.device) -> dict[
 
 def fail(message: str) -> NoReturn:
     """End with one line about what the user asked for, and exit code 2."""
-    print(f"{SCRIPT}.py: {message}", file=sys.stderr)
+    line = message.replace("\n", " ")  # which a flag may hold
+    print(f"{SCRIPT}.py: {line}", file=sys.stderr)
     raise SystemExit(2)
 
 

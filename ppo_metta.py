@@ -836,7 +836,8 @@ def evaluate_run(agent: Agent, args: Args, device: torch.device) -> dict[str, fl
 
 def fail(message: str) -> NoReturn:
     """End with one line about what the user asked for, and exit code 2."""
-    print(f"{SCRIPT}.py: {message}", file=sys.stderr)
+    line = message.replace("\n", " ")  # which a flag may hold
+    print(f"{SCRIPT}.py: {line}", file=sys.stderr)
     raise SystemExit(2)
 
 

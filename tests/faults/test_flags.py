@@ -1,4 +1,4 @@
-"""Every flag with values that nobody thought of: one line and exit code 2, or a normal start."""
+"""Every flag with values that nobody thought of: one line (or tyro's box) and exit code 2, or a normal start."""
 
 import dataclasses
 import math
@@ -57,9 +57,9 @@ def test_any_value_of_any_flag_is_refused_in_one_line_or_starts(script, tries, m
                 return
             assert end.code == 2, (flag, value, said.err)
             assert "Traceback" not in said.err
-            of_parser = "Parsing error" in said.err or "Invalid" in said.err or "Unrecognized" in said.err
-            assert said.err.count("\n") == 1 or of_parser, (flag, value, said.err)
+            is_tyros = "For full helptext" in said.err  # a box that names the flag and what it takes
+            assert said.err.count("\n") == 1 or is_tyros, (flag, value, said.err)
             outcomes["refused"] += 1
 
     check()
-    assert outcomes["refused"] > 20 and outcomes["started"] > 20
+    assert outcomes["refused"] > 20 and outcomes["started"] > 5
