@@ -216,8 +216,8 @@ BROKEN = {  # script, what stands there, what is put in its place, and why that 
     "optimizer": (dqn_mario_async, "capturable=use_graphs", "capturable=False", "AdamW is not capturable"),
     "generator": (
         dqn_snake,
-        "replay.sample(args.batch_size, generator)",
-        "replay.sample(args.batch_size, other_generator)",
+        "replay.sample(share.batch_size, generator)",
+        "replay.sample(share.batch_size, other_generator)",
         "a generator that is not registered",
     ),
 }

@@ -25,16 +25,18 @@ if __name__ == "__main__":  # processes of collectors import this file
 
 KEEP_NETWORK = """
 networks = []
+first_weights = []
 network_class = getattr(script, "Agent", None) or script.QNetwork
 init = network_class.__init__
 
 def keep(self, *given):
     init(self, *given)
     networks.append(self)
+    first_weights.append({part: value.clone() for part, value in self.state_dict().items()})
 
 network_class.__init__ = keep
 """
-SAVE_NETWORK = 'torch.save([networks[0].state_dict(), summary["env_steps"]], f"rank{script.RANK}.pt")'
+SAVE_NETWORK = 'torch.save([networks[0].state_dict(), summary["env_steps"], first_weights[0]], f"rank{script.RANK}.pt")'
 
 
 def free_port() -> int:

@@ -32,6 +32,11 @@ def wait_for(condition, seconds: float = 100) -> None:
 
 # ------------------------------------------------------------------------------------------------ what they learn
 
+
+def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in weights.values()])
+
+
 # A batch of the whole job, drawn by the number of its call: a rank gets its part of it.
 WHOLE_BATCH = """
 from itertools import count
@@ -115,10 +120,12 @@ def test_two_ranks_with_half_the_batch_learn_what_one_learns_with_all_of_it(tmp_
         said = finish(started)
         assert [rank.returncode for rank in started] == [0] * ranks, said
         assert load(folder / "runs/run")["updates"] >= 50
-        weights[ranks], env_steps = torch.load(folder / "rank0.pt")
+        last_weights, env_steps, first_weights = torch.load(folder / "rank0.pt")
         assert env_steps == steps
-    for part in weights[1]:  # Adam makes a step of rounding errors where a gradient is nearly 0
-        torch.testing.assert_close(weights[1][part], weights[2][part], atol=3e-4, rtol=1e-3)
+        weights[ranks] = flat(last_weights)
+    moved = weights[1] - flat(first_weights)
+    # Adam makes whole steps of rounding errors where a gradient is nearly 0, so a few weights are farther apart.
+    assert (weights[2] - weights[1]).norm() < 0.01 * moved.norm()
 
 
 @pytest.mark.parametrize("name", RANKED)
@@ -130,7 +137,9 @@ def test_ranks_end_with_the_same_weights(tmp_path, name) -> None:
     ranks = start_ranks(tmp_path, name, flags, KEEP_NETWORK, SAVE_NETWORK)
     said = finish(ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], said
-    (weights, steps), (other_weights, other_steps) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    (weights, steps, _), (other_weights, other_steps, _) = (
+        torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)
+    )
     assert steps == other_steps > 200
     for part, value in weights.items():
         assert torch.equal(value, other_weights[part])
@@ -186,8 +195,8 @@ script.evaluate = evaluate
     time.sleep(0.3)
     for rank in ranks:
         rank.send_signal(signal.SIGINT)
-    (out, err), other = finish(ranks, 30)
-    assert other == ("", "") and not err
+    (out, err), (other_out, other_err) = finish(ranks, 30)
+    assert not other_out and not err and "Traceback" not in other_err
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert "stopped" in out and (tmp_path / "runs/run/checkpoint.pt").exists()
 
