@@ -24,7 +24,6 @@ Suites, with their tables, and how long they take on two cores:
     bf16, busy: --bf16 in every script; every script beside one busy process            25 minutes
     switches: every switch alone and together                                           40 minutes
     scaling: cost as games, batch, board and agents grow                                30 minutes
-    ranks: torchrun with two ranks beside one, and what an all-reduce costs             20 minutes
     learn: score after one, two and ten minutes, three seeds                                1 hour
     ppo-snake: ppo-snake-learn, ppo-snake-learn-600, ppo-snake-speed: score and boards filled after one, two
         and ten minutes, three seeds; speed by games                                    55 minutes
@@ -32,6 +31,7 @@ Suites, with their tables, and how long they take on two cores:
         up to 20 minutes a run                                                          75 minutes
     time-to-hearts, time-to-distance: the same in the arena and in Mario                 3 hours
     all: all of them. --suite also takes the name of a single table
+    ranks: not among them: torchrun with two ranks beside one, and what an all-reduce costs  20 minutes
     gpu: not among them, since it needs CUDA: games alone, every switch, food, arena, transformer   10 minutes
 
 A table replaces its own section of its page and leaves the rest alone; raw results go to benchmarks/results, and

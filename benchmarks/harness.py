@@ -35,7 +35,6 @@ SUITES = {
     "mario-real": ["mario-real"],
     "switches": ["switches"],
     "scaling": ["scaling"],
-    "ranks": ["ranks"],
     "learn": ["learn"],
     "ppo-snake": ["ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-speed"],
     "time-to-score": ["time-to-score", "time-to-score-ppo"],
@@ -44,6 +43,7 @@ SUITES = {
 }
 SUITES["all"] = [name for names in SUITES.values() for name in names]
 SUITES["gpu"] = ["gpu"]
+SUITES["ranks"] = ["ranks"]
 SINGLE_TABLES = [name for name in SUITES["all"] if name not in SUITES]
 
 

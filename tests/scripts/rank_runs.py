@@ -13,7 +13,7 @@ RANKED = [name for name in SMALL if name != "dqn_snake_sb3_compat"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 RANK_SCRIPT = """
-import importlib, json, sys, time
+import importlib, json, os, sys, time
 import torch
 
 script = importlib.import_module({name!r})
@@ -21,6 +21,9 @@ script = importlib.import_module({name!r})
 if __name__ == "__main__":  # processes of collectors import this file
     summary = script.main(script.Args(**{flags!r}))
     {after}
+    if getattr(script, "RANKS", 1) > 1:  # as at the end of the scripts
+        sys.stdout.flush()
+        os._exit(0)
 """
 
 KEEP_NETWORK = """
