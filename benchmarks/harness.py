@@ -37,7 +37,8 @@ SUITES = {
     "scaling": ["scaling"],
     "learn": ["learn"],
     "ppo-snake": ["ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-speed"],
-    "time-to-score": ["time-to-score", "time-to-score-ppo"],
+    "time-to-score": ["time-to-score"],
+    "time-to-score-ppo": ["time-to-score-ppo"],
     "time-to-hearts": ["time-to-hearts"],
     "time-to-distance": ["time-to-distance"],
 }
