@@ -192,7 +192,8 @@ def test_a_gpu_suite_is_tried_out_on_a_cpu_and_no_page_is_written(tmp_path, monk
     for rows in raw["rows"].values():
         for row in rows.values():
             assert "note" not in row, row
-    assert raw["rows"]["snake"]["--cudagraph"]["said"] == ["--cudagraph: needs CUDA and one rank; the loop runs without graphs"]
+    line = "--cudagraph: needs CUDA and one rank; the loop runs without graphs"
+    assert raw["rows"]["snake"]["--cudagraph"]["said"] == [line]
     snake = raw["rows"]["snake"]["--cudagraph"]["found"]
     assert snake["steady"]["charts/samples_per_second"] > 100 and snake["update_flops"] > 1e5
     assert snake["wall_seconds"] < 10 and "eval_score_mean" not in snake
