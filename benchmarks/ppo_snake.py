@@ -66,6 +66,17 @@ def ppo_snake_learn_600(options: Options, device: torch.device) -> tuple[str, di
 
 
 @table(
+    "ppo-snake-6x6",
+    caption="""
+    As in ppo-snake-learn, on a board of 6x6: 33 food fill it.
+    """,
+)
+def ppo_snake_6x6(options: Options, device: torch.device) -> tuple[str, dict]:
+    budget = 10 if options.fast else 120
+    return learning_table([(f"--board 6x6 --max-seconds {budget}", options.seeds)], options)
+
+
+@table(
     "ppo-snake-speed",
     caption="""
     Playing and learning, end to end, by games at once; a minibatch is a sixteenth of the steps of a rollout.
