@@ -25,13 +25,13 @@ Suites, with their tables, and how long they take on two cores:
     switches: every switch alone and together                                           40 minutes
     scaling: cost as games, batch, board and agents grow                                30 minutes
     learn: score after one, two and ten minutes, three seeds                                1 hour
-    ppo-snake: ppo-snake-learn, ppo-snake-learn-600, ppo-snake-speed: score and boards filled after one, two
-        and ten minutes, three seeds; speed by games                                    55 minutes
+    ppo-snake: ppo-snake-learn, ppo-snake-learn-600, ppo-snake-6x6, ppo-snake-speed: score and boards filled
+        after one, two and ten minutes, and on a small board, three seeds; speed by games    1 hour
+    ranks: torchrun with two ranks beside one, and what an all-reduce costs             20 minutes
     time-to-score: seconds to 5, 10, 20, 30 food beside SB3, up to 20 minutes a run      70 minutes
     time-to-score-ppo: the same with ppo_snake.py and the two fastest                   10 minutes
     time-to-hearts, time-to-distance: the same in the arena and in Mario                 3 hours
     all: all of them. --suite also takes the name of a single table
-    ranks: not among them: torchrun with two ranks beside one, and what an all-reduce costs  20 minutes
     gpu: not among them, since it needs CUDA: games alone, every switch, food, arena, transformer   10 minutes
 
 A table replaces its own section of its page and leaves the rest alone; raw results go to benchmarks/results, and

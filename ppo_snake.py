@@ -5,7 +5,7 @@
     python ppo_snake.py --evaluate latest --render  # watch the last agent play
     torchrun --nproc-per-node 2 ppo_snake.py        # two learners, one policy
 
-On two CPU cores the agent eats 58 of 97 food a game after one minute and 74 after two; after ten it fills three of four
+On two CPU cores the agent eats 56 of 97 food a game after one minute and 74 after two; after ten it fills three of four
 boards (benchmarks.md).
 
 What to read: `Agent` is the network, `gae` and `policy_loss` say what it learns, `Rollout` is what it learns from, and

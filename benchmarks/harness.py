@@ -37,6 +37,7 @@ SUITES = {
     "scaling": ["scaling"],
     "learn": ["learn"],
     "ppo-snake": ["ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6", "ppo-snake-speed"],
+    "ranks": ["ranks"],
     "time-to-score": ["time-to-score"],
     "time-to-score-ppo": ["time-to-score-ppo"],
     "time-to-hearts": ["time-to-hearts"],
@@ -44,7 +45,6 @@ SUITES = {
 }
 SUITES["all"] = [name for names in SUITES.values() for name in names]
 SUITES["gpu"] = ["gpu"]
-SUITES["ranks"] = ["ranks"]
 SINGLE_TABLES = [name for name in SUITES["all"] if name not in SUITES]
 
 

@@ -58,11 +58,11 @@ def num_weights(folder: Path, network: str) -> int:
 @table(
     "ranks",
     caption="""
-    `torchrun` on one machine: what an update sends, how long that takes, and env steps per second end to end.
+    `torchrun` on one machine: what an update sends, how long that takes, and updates per second end to end.
 
     All ranks average their gradients in one all-reduce of float32 numbers for each update (gloo, a thread a rank). Two
-    ranks do the work of one, half each: the games, the batch and the replay ratio are those of the whole job. "×" is
-    two ranks to one with two threads, within a round.
+    ranks do the work of one, half each: the games and the batch are those of the whole job. Env steps keep in step with
+    updates, except Mario's, whose collectors play on. "×" is two ranks to one with two threads, within a round.
     """,
 )
 def ranks(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -89,12 +89,12 @@ def ranks(options: Options, device: torch.device) -> tuple[str, dict]:
         update_ms = [1000 * run["train_fraction"] / run["updates_per_second"] for run in one]
         rates = {}
         for how in ("1 thread", "2 threads", "2 ranks"):
-            rates[how] = column(measured[f"{script}, {how}"], "env_steps_per_second")
+            rates[how] = column(measured[f"{script}, {how}"], "updates_per_second")
         row = [f"`{script}`", f"{4 * sizes[i] / 1024:,.0f}", f"{statistics.median(update_ms):.1f}"]
         row += [f"{1000 * reduce_seconds[number][i]:.2f}" for number in (2, 4)]
-        row += [median_min_max(rate) for rate in rates.values()]
+        row += [median_min_max(rate, 1) for rate in rates.values()]
         row.append(median_min_max(ratios(rates["2 ranks"], rates["2 threads"]), 2))
         rows.append(row)
     header = "script | KiB an update | ms an update, 1 thread | all-reduce ms, 2 ranks | 4 ranks"
-    header += " | env steps/s, 1 thread | 2 threads | 2 ranks | ×"
+    header += " | updates/s, 1 thread | 2 threads | 2 ranks | ×"
     return markdown_table(header, rows), {"runs": measured, "sizes": sizes, "all_reduce": reduce_seconds}

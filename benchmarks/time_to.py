@@ -105,8 +105,7 @@ def time_to_score(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "time-to-score-ppo",
     caption="""
-    As in time-to-score, `ppo_snake.py` beside the two fastest rows of that table. What is best here is not best after
-    two minutes.
+    As in time-to-score, `ppo_snake.py` beside the two fastest rows of that table.
 
     Evaluations are closer here: every 0.7 seconds, themselves included, SB3's every 0.5. The learning rate of
     `ppo_snake.py` falls over these 130,000 steps; that of the others stays.

@@ -236,7 +236,7 @@ def test_a_table_without_a_section_gets_one_at_the_end_of_the_page_of_its_file(m
 
 
 def test_every_table_is_registered_with_what_stands_on_its_page() -> None:
-    names = [*harness.SUITES["all"], "ranks", "gpu"]
+    names = [*harness.SUITES["all"], "gpu"]
     assert names == sorted(report.TABLES, key=names.index)
     for name, table in report.TABLES.items():
         assert table.caption and table.caption == table.caption.strip()
