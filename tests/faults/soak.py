@@ -2,6 +2,7 @@
 
     python tests/faults/soak.py dqn_snake.py 20
     python tests/faults/soak.py ppo_metta.py 20 --rnn none
+    python tests/faults/soak.py dqn_snake_sb3_compat.py 20 --buffer-size 100000  # a replay that still fills grows
 
 Exit code 1 if memory grew by more than 2 % after the first two minutes, if there are more files or processes at the end
 than then, or if the last minute was slower than 95 % of the third.
