@@ -25,8 +25,9 @@ Suites, with their tables, and how long they take on two cores:
     switches: every switch alone and together                                           40 minutes
     scaling: cost as games, batch, board and agents grow                                30 minutes
     learn: score after one, two and ten minutes, three seeds                                1 hour
-    ppo-snake: ppo-snake-learn, ppo-snake-learn-600, ppo-snake-6x6, ppo-snake-speed: score and boards filled
-        after one, two and ten minutes, and on a small board, three seeds; speed by games    1 hour
+    ppo-snake: ppo-snake-learn, ppo-snake-learn-600, ppo-snake-6x6, ppo-snake-20x20, ppo-snake-speed:
+        score and boards filled after one, two and ten minutes, on a small board and, after half an hour, on a large
+        one, three seeds; speed by games                                               2.5 hours
     ranks: torchrun with two ranks beside one, and what an all-reduce costs             20 minutes
     time-to-score: seconds to 5, 10, 20, 30 food beside SB3, up to 20 minutes a run      70 minutes
     time-to-score-ppo: the same with ppo_snake.py and the two fastest                   10 minutes

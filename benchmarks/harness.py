@@ -36,7 +36,7 @@ SUITES = {
     "switches": ["switches"],
     "scaling": ["scaling"],
     "learn": ["learn"],
-    "ppo-snake": ["ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6", "ppo-snake-speed"],
+    "ppo-snake": ["ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6", "ppo-snake-20x20", "ppo-snake-speed"],
     "ranks": ["ranks"],
     "time-to-score": ["time-to-score"],
     "time-to-score-ppo": ["time-to-score-ppo"],

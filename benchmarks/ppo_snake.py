@@ -77,6 +77,17 @@ def ppo_snake_6x6(options: Options, device: torch.device) -> tuple[str, dict]:
 
 
 @table(
+    "ppo-snake-20x20",
+    caption="""
+    As in ppo-snake-learn, on a board of 20x20, after half an hour: 397 food fill it.
+    """,
+)
+def ppo_snake_20x20(options: Options, device: torch.device) -> tuple[str, dict]:
+    budget = 10 if options.fast else 1800
+    return learning_table([(f"--board 20x20 --max-seconds {budget}", options.seeds)], options)
+
+
+@table(
     "ppo-snake-speed",
     caption="""
     Playing and learning, end to end, by games at once; a minibatch is a sixteenth of the steps of a rollout.

@@ -90,7 +90,7 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
         return {ALTERNATE: alternate(*rounds), "harness.free_gib": lambda device: math.inf}
     if name == "learn":
         return {RUN: runs(*found["runs"]), EVAL_CURVE: lambda folder: []}
-    if name in ("ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6"):
+    if name in ("ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6", "ppo-snake-20x20"):
         return {RUN: runs(*found["runs"])}
     if name == "ppo-snake-speed":
         games = found["games"]
