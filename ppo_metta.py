@@ -232,8 +232,8 @@ GAMMA = {
     "MettaNavigation-v0": 0.95,  # an altar is near
     "mettagrid": 0.9,  # and a mine is at hand as well
 }
-FRACTIONS = ["gamma", "gae_lambda", "prio_beta0"]
-ZERO_WORKS = ["seed", "num_workers", "update_epochs", "ent_coef", "end_ent_coef", "prio_alpha", "eval_every"]
+FRACTIONS = ["gamma", "gae_lambda", "prio_alpha", "prio_beta0"]
+ZERO_WORKS = ["seed", "num_workers", "update_epochs", "ent_coef", "end_ent_coef", "eval_every"]
 ZERO_WORKS += ["checkpoint_every", *FRACTIONS]
 HIGHEST = {**dict.fromkeys(FRACTIONS, 1), "seed": EVAL_SEED - 1, "threads": 256, "num_workers": 1024}
 HIGHEST["eval_episodes"] = 100_000
@@ -1626,6 +1626,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     def draw_segments() -> torch.Tensor:
         """Without replacement, by the size of their advantages. Returns the probability of every segment."""
         size = advantage.unflatten(0, (-1, args.bptt_horizon)).abs().sum(1).flatten()
+        size = size + 0.01 * size.mean() + 1e-8  # a chance of 0 would have an importance weight without end
         priority = size**args.prio_alpha
         probability = priority / priority.sum()
         noise = torch.empty_like(probability).exponential_(generator=generator)

@@ -132,7 +132,7 @@ BAD_OF = {
         *each(0, "num_envs num_steps num_minibatches hidden_size bptt_horizon grad_accumulation async_factor"),
         *each(0, "target_kl vf_coef"),
         *each(-1, "num_envs num_steps num_workers"),
-        *each(1.5, "gae_lambda prio_beta0"),
+        *each(1.5, "gae_lambda prio_alpha prio_beta0"),
         dict(ent_coef=math.inf),
         dict(num_envs=10**9),
         dict(num_steps=104),

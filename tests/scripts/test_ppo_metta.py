@@ -422,6 +422,19 @@ def test_prioritised_segments_are_those_with_large_advantages(run, monkeypatch) 
     assert np.mean([{5, 29} <= set(segments) for segments in asked]) > 0.9
 
 
+@pytest.mark.parametrize("lanes_with_advantages", [0, 1])
+def test_segments_without_advantages_can_be_drawn(run, monkeypatch, lanes_with_advantages) -> None:
+    """As where nothing is rewarded. Their importance weights must not be infinite."""
+
+    def advantage(reward, *_):
+        return (torch.arange(reward.shape[1]) < lanes_with_advantages).float().expand_as(reward)
+
+    monkeypatch.setattr(ppo_metta, "gae", advantage)
+    _, folder = run(prio_alpha=1.0)
+    assert all(weight.isfinite().all() for weight in load(folder)["agent"].values())
+    assert math.isfinite(scalars(folder)["losses/pg_loss"][-1])
+
+
 def test_without_epochs_the_agents_only_play(run) -> None:
     short, first = run(update_epochs=0)
     long, second = run(update_epochs=0, total_timesteps=384 * 8, run_name="second")
@@ -466,7 +479,8 @@ def test_a_whole_rollout_is_learned_from_as_independent_code_does(run, recorded,
     rate, ent_coef, beta = 0.02 * 0.5 * (1 + math.cos(math.pi / 4)), 0.3 - 0.2 / 4, 0.4 + 0.6 / 4
     for number, segments in enumerate(segments_of):
         advantage = slow_gae(*asked.values(), 0.9, 0.8, 0.9, 0.8)
-        priority = np.abs(advantage.reshape(2, 8, 24)).sum(1).ravel() ** 0.7
+        size = np.abs(advantage.reshape(2, 8, 24)).sum(1).ravel()
+        priority = (size + 0.01 * size.mean()) ** 0.7
         share = torch.tensor(priority / priority.sum())
         steps = [[(n // 24 * 8 + t, n % 24) for n in segments.tolist()] for t in range(8)]
         at = tuple(torch.tensor(steps).unbind(2))
