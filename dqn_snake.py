@@ -1366,11 +1366,11 @@ def main(args: Args) -> dict:
             logged_updates = updates
             timer.lap("log")
         if args.eval_every and run_seconds >= last_eval + args.eval_every:
-            last_eval = run_seconds
             if RANK == 0:
                 with interrupts.at_once():
                     scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
             run_seconds, stop = sync(elapsed(), bool(interrupts))
+            last_eval = run_seconds  # what it took is no part of the next interval
             timer.lap()
         if args.checkpoint_every and run_seconds >= last_checkpoint + args.checkpoint_every:
             last_checkpoint = run_seconds

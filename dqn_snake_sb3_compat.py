@@ -1704,9 +1704,9 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
             logged_updates = updates
             timer.lap("log")
         if args.eval_every and elapsed() >= last_eval + args.eval_every:
-            last_eval = elapsed()
             with interrupts.at_once():
                 scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+            last_eval = elapsed()  # what it took is no part of the next interval
             timer.lap()
         if args.checkpoint_every and elapsed() >= last_checkpoint + args.checkpoint_every:
             last_checkpoint = elapsed()

@@ -79,6 +79,22 @@ def test_evaluation_does_not_count_into_speed(script, monkeypatch) -> None:
     assert summary["wall_seconds"] > 1
 
 
+def test_an_evaluation_that_takes_long_leaves_time_to_learn(script, monkeypatch) -> None:
+    """--eval-every is the time from the end of one to the start of the next."""
+    times = []
+
+    def slow(*arguments) -> dict:
+        times.append(time.perf_counter())
+        time.sleep(0.3)
+        times.append(time.perf_counter())
+        return {}
+
+    monkeypatch.setattr(script.module, "evaluate", slow)
+    script.run(eval_every=0.2, total_timesteps=None, max_seconds=3.0)
+    pauses = [start - end for end, start in zip(times[1:-2:2], times[2:-2:2])]  # without the final one
+    assert pauses and min(pauses) > 0.19
+
+
 def test_two_runs_of_the_same_second_have_folders_of_their_own(script, monkeypatch, capsys) -> None:
     monkeypatch.setattr(time, "strftime", lambda _: "20000101-000000")
     few = script.flags["total_timesteps"] // 4

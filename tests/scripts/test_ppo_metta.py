@@ -1197,22 +1197,6 @@ def test_the_real_mettagrid_missing_is_one_line(run, monkeypatch, capsys) -> Non
 # ------------------------------------------------------------------------------------------------ what a run leaves
 
 
-def test_what_an_evaluation_takes_is_no_part_of_the_next_interval(run, monkeypatch) -> None:
-    times, evaluate = [], ppo_metta.evaluate
-
-    def slow(*given):
-        times.append(time.perf_counter())
-        time.sleep(0.3)
-        scores = evaluate(*given)
-        times.append(time.perf_counter())
-        return scores
-
-    monkeypatch.setattr(ppo_metta, "evaluate", slow)
-    run(eval_every=0.2, total_timesteps=None, max_seconds=2.0)
-    pauses = [start - end for end, start in zip(times[1:-2:2], times[2:-2:2])]  # without the final one
-    assert pauses and min(pauses) > 0.19
-
-
 def test_a_picture_that_cannot_be_written_is_one_line(run, capsys, monkeypatch) -> None:
     monkeypatch.setattr(ppo_metta, "GIF_FRAMES", 3)
     summary, folder = run(video=True)
