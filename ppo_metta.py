@@ -1626,7 +1626,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     def draw_segments() -> torch.Tensor:
         """Without replacement, by the size of their advantages. Returns the probability of every segment."""
         size = advantage.unflatten(0, (-1, args.bptt_horizon)).abs().sum(1).flatten()
-        size = size + 0.01 * size.mean() + 1e-8  # a chance of 0 would have an importance weight without end
+        size = size + 0.01 * size.mean() + 1e-8  # a probability of 0 would make its importance weight infinite
         priority = size**args.prio_alpha
         probability = priority / priority.sum()
         noise = torch.empty_like(probability).exponential_(generator=generator)
