@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -101,6 +102,9 @@ def test_the_counts_hold_while_collectors_are_killed_and_stopped(script, tries) 
     moments = random.Random(0)
     run = start(script, total_timesteps=10**9, log_every=0.2, run_name="run")
     wait_for_log(run)
+    lines = []  # read all the time, since the run would wait for a pipe that is full
+    reader = threading.Thread(target=lambda: lines.extend(run.stdout), daemon=True)
+    reader.start()
     for number in range(tries(4, 40)):
         collectors = sorted(pid for pid in descendants(run.pid) if "spawn_main" in command_of(pid))
         victim = moments.choice(collectors)
@@ -112,10 +116,14 @@ def test_the_counts_hold_while_collectors_are_killed_and_stopped(script, tries) 
             os.kill(victim, signal.SIGKILL)
         time.sleep(moments.uniform(1.0, 3.0))
     run.send_signal(signal.SIGTERM)
-    out, err = run.communicate(timeout=60)
+    run.wait(timeout=60)
+    err = run.stderr.read()
     assert run.returncode == 0, err
     assert "do not count the same" not in err
-    for line in re.findall(r"^\[COLLECT\].*", out, re.MULTILINE):
+    reader.join()
+    for line in lines:
+        if not line.startswith("[COLLECT]"):
+            continue
         counts = [re.search(rf"{name} ([\d,]+)", line)[1] for name in ("produced", "stored", "in flight")]
         produced, stored, in_flight = [int(number.replace(",", "")) for number in counts]
         assert 0 <= produced - stored - in_flight <= 100
