@@ -447,17 +447,17 @@ class TokenBag(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width, device=device))
         self.hidden = nn.Linear(width, width, device=device)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.sparse(tokens) if tokens.device.type == "cpu" else self.dense(tokens)
+    def forward(self, tokens: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
+        x = self.sparse(tokens, heading) if tokens.device.type == "cpu" else self.dense(tokens, heading)
         return F.relu(self.hidden(F.relu(x)))
 
     @torch.compiler.disable
-    def sparse(self, tokens: torch.Tensor) -> torch.Tensor:
-        row, bag_start, weight = self.view.bags(tokens)
+    def sparse(self, tokens: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
+        row, bag_start, weight = self.view.bags(tokens, heading)
         return SparseLinear.apply(self.table, row, bag_start, weight) + self.bias
 
-    def dense(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.view.box(tokens), self.table.T, self.bias)
+    def dense(self, tokens: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.view.box(tokens, heading), self.table.T, self.bias)
 
 
 class BoxCNN(nn.Module):
@@ -470,13 +470,13 @@ class BoxCNN(nn.Module):
         self.conv2 = nn.Conv2d(64, 64, 3, padding=1, device=device)
         rows, columns = view.window
         num_outputs = 64 * ((rows - 3) // 3 + 1) * ((columns - 3) // 3 + 1)
-        self.hidden = nn.Linear(num_outputs + 2 * view.num_channels, width, device=device)
+        self.hidden = nn.Linear(num_outputs + view.num_channels, width, device=device)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        box = self.view.box(tokens).unflatten(1, (self.view.num_channels, self.view.num_cells))
-        planes = box[:, :, :-2].unflatten(2, self.view.window)
+    def forward(self, tokens: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
+        box = self.view.box(tokens, heading).unflatten(1, (self.view.num_channels, self.view.num_cells))
+        planes = box[:, :, :-1].unflatten(2, self.view.window)
         x = F.relu(self.conv2(F.relu(self.conv1(planes))))
-        x = torch.cat([x.flatten(1), box[:, :, -2:].flatten(1)], 1)  # the last two cells have no place in the window
+        x = torch.cat([x.flatten(1), box[:, :, -1]], 1)  # the last cell has no place in the window
         return F.relu(self.hidden(x))
 
 
@@ -535,11 +535,11 @@ class TokenAttention(nn.Module):
         self.layer2 = AttentionLayer(width, sdpa, device)
         self.norm = nn.LayerNorm(width, device=device)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
         if tokens.device.type == "cpu":
             tokens = self.view.trim(tokens)
         mask = self.view.is_token(tokens)
-        channel, cell, weight = self.view.lookup(self.view.mark_faced(tokens))
+        channel, cell, weight = self.view.lookup(self.view.words(tokens, heading))
         x = self.channel(channel) * weight[..., None] + self.cell(cell)
         x = self.layer1(x, x, mask)
         query = self.query.expand(len(x), 1, -1)
@@ -594,7 +594,8 @@ class Agent(nn.Module):
 
     def __init__(self, args: Args, games: Any, device: torch.device) -> None:
         super().__init__()
-        view = TokenView(games.features, games.view_shape, device)
+        self.view = TokenView(games.features, games.view_shape, device)
+        view = self.view
         width = args.hidden_size
         if args.network == "token-bag":
             self.encoder = TokenBag(view, width, device)
@@ -621,10 +622,16 @@ class Agent(nn.Module):
         nn.init.zeros_(self.heads.bias)
 
     def forward(self, tokens: torch.Tensor, state: torch.Tensor, episode_start: torch.Tensor) -> tuple:
-        x = self.encoder(tokens.flatten(0, 1)).unflatten(0, tokens.shape[:2])
+        steps_and_agents = tokens.shape[:2]
+        tokens = tokens.flatten(0, 1)
+        heading = self.view.heading(tokens)
+        x = self.encoder(tokens, heading).unflatten(0, steps_and_agents)
         if self.rnn is not None:
             x, state = self.recurrent(x, state, episode_start)
         logits, value = self.heads(x).float().split([self.num_actions, 1], 2)
+        if self.view.orientation is not None:
+            seen_action = self.view.seen_action[heading].unflatten(0, steps_and_agents)
+            logits = logits.gather(2, seen_action)
         return logits, value.squeeze(2), state.float()
 
     def recurrent(self, x: torch.Tensor, state: torch.Tensor, episode_start: torch.Tensor) -> tuple:

@@ -25,6 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import ppo_metta
 from envs.metta_batch import MettaBatch
+from envs.metta_rules import ACTIONS, FEATURES, ROTATE
 from envs.vector_envs import LocalEnvs, SubprocEnvs, worker_main
 from ppo_metta import (
     PRESETS,
@@ -165,10 +166,10 @@ def test_a_bag_of_tokens_is_a_linear_layer_on_the_box() -> None:
     encoder, obs = agent_of().encoder, tokens()
     obs[3] = 255  # an agent that sees nothing
     obs[0, 5, 0], obs[0, 5, 2] = 254, 7  # a token of no place, as the real game has them
-    outs, grads = [], []
+    heading, outs, grads = encoder.view.heading(obs), [], []
     for layer in (encoder.sparse, encoder.dense):
         encoder.zero_grad()
-        out = layer(obs)
+        out = layer(obs, heading)
         out.square().sum().backward()
         outs.append(out.detach())
         grads.append(encoder.table.grad.clone())
@@ -181,23 +182,53 @@ def test_attention_kernels_agree_with_the_one_in_plain_operations() -> None:
     math, flash = (agent_of(sdpa=sdpa, network="token-attention").encoder for sdpa in ("math", "flash"))
     assert math.layer1.kernel(torch.float32, CPU) == "math"
     assert flash.layer1.kernel(torch.float32, CPU) == "flash_attention"
-    torch.testing.assert_close(math(obs), flash(obs), atol=1e-5, rtol=1e-5)
+    heading = math.view.heading(obs)
+    torch.testing.assert_close(math(obs, heading), flash(obs, heading), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("network", ["token-bag", "box-cnn", "token-attention"])
 def test_networks_ignore_padding_and_order_but_not_places(network: str) -> None:
     agent, obs = agent_of(network=network), tokens()
-    out = agent.encoder(obs)
+    heading = agent.view.heading(obs)
+    out = agent.encoder(obs, heading)
     shuffled = obs.clone()
     for row in shuffled:
         n = int((row[:, 0] < 255).sum())
         row[:n] = row[torch.randperm(n)]
-    torch.testing.assert_close(agent.encoder(shuffled), out, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(agent.encoder(shuffled, heading), out, atol=1e-4, rtol=1e-4)
     longer = torch.cat([obs, torch.full_like(obs[:1], 255)])  # more padding for nobody, another agent in the batch
-    torch.testing.assert_close(agent.encoder(longer)[:-1], out, atol=1e-4, rtol=1e-4)
+    longer_heading = agent.view.heading(longer)
+    torch.testing.assert_close(agent.encoder(longer, longer_heading)[:-1], out, atol=1e-4, rtol=1e-4)
     moved = obs.clone()
     moved[0, 4, 0] ^= 1
-    assert not torch.allclose(agent.encoder(moved)[0], out[0], atol=1e-6)
+    assert not torch.allclose(agent.encoder(moved, heading)[0], out[0], atol=1e-6)
+
+
+def turned_world(obs: torch.Tensor) -> torch.Tensor:
+    """What agents see after a quarter turn of everything to the left: of all places, of all headings."""
+    obs = obs.clone()
+    place, feature, value = obs.unbind(2)
+    inside = place < 254
+    row, column = place >> 4, place & 15
+    place[inside] = ((10 - column) << 4 | row)[inside]
+    is_heading = feature == FEATURES.index("orientation")
+    value[is_heading] = torch.tensor([2, 3, 1, 0], dtype=torch.uint8)[value[is_heading].int()]
+    return obs
+
+
+@pytest.mark.parametrize("network", ["token-bag", "box-cnn", "token-attention"])
+def test_what_an_agent_does_and_expects_turns_with_the_world(network: str) -> None:
+    agent, obs = agent_of(network=network, rnn="none"), tokens(8)
+    assert len(agent.view.heading(obs).unique()) == 4
+    never = torch.zeros(1, len(obs), dtype=torch.bool)
+    state = torch.zeros(len(obs), 0)
+    logits, value, _ = agent(obs[None], state, never)
+    turned_logits, turned_value, _ = agent(turned_world(obs)[None], state, never)
+    torch.testing.assert_close(turned_value, value, atol=1e-4, rtol=1e-4)
+    order = torch.arange(len(ACTIONS))
+    order[ROTATE : ROTATE + 4] = ROTATE + torch.tensor([3, 2, 0, 1])  # what was up is to the left now, ...
+    error = (turned_logits - logits[..., order]).abs().max()
+    assert error < 1e-5 and (turned_logits - logits).abs().max() > 100 * error
 
 
 @pytest.mark.parametrize("fixed_shapes", [False, True], ids=["cpu", "fixed shapes"])
@@ -211,9 +242,12 @@ def test_memory_against_torch_and_reset_at_the_start_of_episodes(rnn: str, fixed
         layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[rnn](16, 16)
         layer.load_state_dict(agent.rnn.state_dict())
         first = tuple(part[None].contiguous() for part in state.chunk(2, 1)) if rnn == "lstm" else state[None]
-        hidden = layer(agent.encoder(obs.flatten(0, 1)).unflatten(0, (6, 12)), first)[0]
-        expected = agent.heads(hidden)
-        torch.testing.assert_close(torch.cat([logits, value[..., None]], 2), expected, atol=1e-5, rtol=1e-5)
+        heading = agent.view.heading(obs.flatten(0, 1))
+        x = agent.encoder(obs.flatten(0, 1), heading).unflatten(0, (6, 12))
+        expected_logits, expected_value = agent.heads(layer(x, first)[0]).split([25, 1], 2)
+        expected_logits = expected_logits.gather(2, agent.view.seen_action[heading].view(6, 12, 25))
+        torch.testing.assert_close(logits, expected_logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(value, expected_value.squeeze(2), atol=1e-5, rtol=1e-5)
     # In two parts it is the same; with a reset, nothing of before is left in that lane, all of it in the others.
     half = agent(obs[:3], state, never[:3])[2]
     torch.testing.assert_close(agent(obs[3:], half, never[3:])[0], logits[3:], atol=1e-5, rtol=1e-5)
