@@ -1,8 +1,9 @@
-"""Recurrent PPO for many agents in a MettaGrid arena: games, acting and learning on one device, or games in workers.
+"""PPO for many agents in a MettaGrid arena: games, acting and learning on one device, or games in workers.
 
     python ppo_metta.py                                        # ten minutes, then an evaluation and a GIF
     python ppo_metta.py --bf16 --cudagraph                     # made for a GPU
     python ppo_metta.py --env-id mettagrid                     # the real MettaGrid, in worker processes
+    python ppo_metta.py --rnn lstm                             # agents with a memory: slower, and no better here
     torchrun --nproc-per-node 2 ppo_metta.py                   # two learners, one policy
     python ppo_metta.py --evaluate latest --render             # watch the last agents play
 
@@ -49,7 +50,7 @@ from envs.vector_envs import LocalEnvs, SubprocEnvs, WorkerLost
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
-CHECKPOINT_VERSION = 3
+CHECKPOINT_VERSION = 4
 GIF_FRAMES = 300
 RANK = int(os.environ.get("RANK", 0))  # these four are set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
@@ -83,8 +84,9 @@ class Args:
     """with --env-id mettagrid: package.module:attribute of a MettaGridConfig (None: mines and altars)"""
     easy: bool = True
     """altars, armories and laseries of the arena ask for one item only"""
-    rewards: Literal["hearts", "shaped"] = "shaped"
-    """the arena rewards hearts only, or the first ore, battery and gear too"""
+    rewards: Literal["hearts", "shaped", "work"] | None = None
+    """what is rewarded: hearts, also the first ore, battery and gear (shaped), or all that is put into and got from
+    mines, generators and altars (work), whoever has the heart in the end (None: work in the arena, else shaped)"""
     instances: int | None = None
     """copies of the arena in a game, 1 to 4 (None: as the env-id has it)"""
     size: int | None = None
@@ -104,7 +106,7 @@ class Args:
     # Algorithm
     network: Literal["token-bag", "box-cnn", "token-attention"] = "token-bag"
     """one layer over all tokens, two convolutions over a box of them, or attention between them"""
-    rnn: Literal["lstm", "gru", "none"] = "lstm"
+    rnn: Literal["none", "lstm", "gru"] = "none"
     """memory of an agent"""
     hidden_size: int = 128
     """width of the layers and of the memory"""
@@ -196,6 +198,7 @@ COMMAND_LINE_ONLY = ["run_dir", "run_name", "env_config", "resume", "evaluate", 
 METTA = Args(
     env_id="MettaNavigation-v0",
     vec_env="subproc",
+    rnn="lstm",
     update_epochs=1,
     learning_rate=3e-4,
     reward_scale=1.0,
@@ -252,6 +255,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         args.num_envs = 8192 if on_cuda else 128  # on a GPU a step of a thousand games takes about as long as of one
     if args.num_minibatches is None:
         args.num_minibatches = 32 if on_cuda and not is_real else 16
+    if args.rewards is None:
+        args.rewards = "work" if args.env_id == "MettaArena-v0" else "shaped"
     if args.update_epochs is None:
         args.update_epochs = 2 if is_real else 1
     if args.gamma is None:
@@ -586,7 +591,7 @@ SHAPE_FLAGS = "--env-id, --env-config, --network, --rnn, --hidden-size"  # those
 
 
 class Agent(nn.Module):
-    """Policy and value of agents with memory.
+    """Policy and value of agents, with memory or without (then `state_size` is 0).
 
     tokens (T, B, tokens, 3) uint8, state (B, state_size) before them, episode_start (T, B) bool
     -> logits (T, B, actions) and value (T, B), both fp32, and state (B, state_size) after them.

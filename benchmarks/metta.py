@@ -147,17 +147,20 @@ def metta_presets(options: Options, device: torch.device) -> tuple[str, dict]:
     return f"{markdown_table(header, rows)}\n\n{seconds} seconds each.", {"runs": raw}
 
 
-def metta_learn(options: Options, variants: list[str]) -> tuple[str, dict]:
-    """A table of one game: hearts at the end of each seed's run, by flags, and of players that do not learn.
+def metta_learn(options: Options, variants: list[str], game: str = "") -> tuple[str, dict]:
+    """A table of one game: hearts at the end of each seed's runs, by flags, and of players that do not learn.
 
-    Runs with the same seed follow each other.
+    A lone variant has all cores, several run beside each other and have one each.
     """
-    game = variants[0]
     budget = f"--max-seconds {20 if options.fast else 600} --eval-every 0"
+    if len(variants) > 1:
+        budget += " --threads 1"
     found = {flags: [] for flags in variants}
     for seed in options.seeds:
-        for flags, runs in found.items():
-            runs.append(metta_run(" ".join([budget, *flags.split(), f"--seed {seed}"]), options))
+        with ThreadPoolExecutor(len(variants)) as pool:
+            runs = pool.map(lambda flags: metta_run(" ".join([budget, flags, f"--seed {seed}"]), options), variants)
+            for flags, run in zip(variants, runs):
+                found[flags].append(run)
     by_chance = harness.in_subprocess(random_hearts, flags=game, agent_episodes=240)
     by_script = None
     if game != REAL_METTAGRID:
@@ -188,33 +191,35 @@ def metta_learn(options: Options, variants: list[str]) -> tuple[str, dict]:
 @table(
     "metta-learn-arena",
     caption="""
-    `ppo_metta.py` for ten minutes a seed, with and without memory: hearts in 240 episodes of agents at the end.
+    `ppo_metta.py` for ten minutes a seed on one core: hearts in 240 episodes of agents at the end.
 
-    Random and scripted players (those of `--suite metta-hearts`) stand beside it. Wanted: 30 % of the scripted one's.
+    Without memory, the default, and with an LSTM, two runs of one seed beside each other. Random and scripted players
+    (those of `--suite metta-hearts`) stand beside it. Wanted on two cores: 20 hearts.
     """,
 )
 def metta_learn_arena(options: Options, device: torch.device) -> tuple[str, dict]:
-    return metta_learn(options, ["", "--rnn none"])
+    return metta_learn(options, ["--rnn none", "--rnn lstm"])
 
 
 @table(
     "metta-learn-navigation",
     caption="""
-    Navigation as in metta-learn-arena, at the defaults. Wanted: 80 % of the scripted one's hearts.
+    Navigation for ten minutes a seed on all cores, as in metta-learn-arena otherwise. Wanted: 25 hearts.
     """,
 )
 def metta_learn_navigation(options: Options, device: torch.device) -> tuple[str, dict]:
-    return metta_learn(options, [ARENAS["navigation"]])
+    game = ARENAS["navigation"]
+    return metta_learn(options, [game], game)
 
 
 @table(
     "metta-learn-real",
     caption="""
-    The real MettaGrid as in metta-learn-arena, at the defaults: mines and altars, for which nobody wrote a script.
+    The real MettaGrid as in metta-learn-navigation: mines and altars, for which nobody wrote a script.
 
     Wanted: five times the hearts of random play.
     """,
 )
 def metta_learn_real(options: Options, device: torch.device) -> tuple[str, dict]:
     check_mettagrid("metta-learn-real")
-    return metta_learn(options, [REAL_METTAGRID])
+    return metta_learn(options, [REAL_METTAGRID], REAL_METTAGRID)

@@ -213,10 +213,13 @@ class MettaArena:
         for converter in self.converters:
             self._tick(converter)
         value_before = [self._value(body) for body in self.bodies]
+        self.earned = [0] * len(self.agents)  # by work, in hundredths
         for i in self._turn_order():
             success = self._take_turn(i)
             self.stats[i]["success" if success else "failed"] += 1
-        self.last_reward = [self._value(body) - before for body, before in zip(self.bodies, value_before)]
+        self.last_reward = [
+            self._value(body) - before + earned for body, before, earned in zip(self.bodies, value_before, self.earned)
+        ]
 
         observations = self._observations()
         rewards = {name: reward / 100 for name, reward in zip(self.agents, self.last_reward)}
@@ -318,12 +321,15 @@ class MettaArena:
         if converter is None or converter.name not in self.rules.book:
             return False
         recipe = self.rules.book[converter.name]
+        put_reward, get_reward = self.rules.work_reward(converter.name)
+        waiting = sum(converter.inventory[ITEMS.index(item)] for item in recipe.inputs)
         total = 0
         if action == GET:
             for item in recipe.outputs:
                 k = ITEMS.index(item)
                 number = self._give(converter, body, k, converter.inventory[k], CARRY[k])
                 stats[f"{item}.get"] += number
+                self.earned[i] += number * get_reward
                 total += number
         else:
             for item, needed in recipe.inputs.items():
@@ -331,6 +337,7 @@ class MettaArena:
                 number = self._give(body, converter, k, min(needed, body.inventory[k]), 255)
                 stats[f"{item}.put"] += number
                 stats[f"{item}.lost"] += number
+                self.earned[i] += number * (put_reward // (1 + waiting))
                 total += number
         self._start_converting(converter)
         return total > 0

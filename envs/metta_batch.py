@@ -173,11 +173,12 @@ class MettaBatch:
         turn_over, success = attack(self, action, priority)
         acts = thaw(self, ~turn_over)
         success |= paint_and_rotate(self, action, acts)
-        success |= move_and_use(self, action, acts, priority)
+        moved_or_used, work_reward = move_and_use(self, action, acts, priority)
+        success |= moved_or_used
         self.stat("success").add_(success)
         self.stat("failed").add_(~success)
 
-        hundredths = self._reward(action)
+        hundredths = self._reward(action, work_reward)
         rows, _ = self.select(self.dirty)
         self._write_things(rows)
         self.tokens.write_agents(self.heading, self.color)
@@ -201,10 +202,10 @@ class MettaBatch:
         priority = integer_hash(step_key[:, None] + self.agent_number)
         return priority.view(-1)
 
-    def _reward(self, action: torch.Tensor) -> torch.Tensor:
+    def _reward(self, action: torch.Tensor, work_reward: torch.Tensor) -> torch.Tensor:
         """Hundredths of reward of all agents (N,), and the header of their next observation."""
         value = self._inventory_value()
-        hundredths = value - self.value
+        hundredths = value - self.value + work_reward
         self.value.copy_(value)
         self.stat("hundredths").add_(hundredths)
         progress = torch.div(self.clock * 255, self.rules.max_steps, rounding_mode="floor")

@@ -124,6 +124,7 @@ EASY_RECIPES = {
 
 REWARDS = {  # hundredths for each item held, and how many of it count
     "hearts": {"heart": (100, 1000)},
+    "work": {},
     "shaped": {
         "ore_red": (10, 1),
         "ore_blue": (10, 1),
@@ -136,6 +137,13 @@ REWARDS = {  # hundredths for each item held, and how many of it count
         "blueprint": (50, 1),
         "heart": (100, 1000),
     },
+}
+# Hundredths for each item put into a converter, divided by 1 + those that wait there already, and for each got from it.
+# What makes a converter work pays most, so that nobody does best by waiting for what others have put in.
+WORK_REWARDS = {
+    "mine_red": (0, 10),
+    "generator_red": (110, 10),
+    "altar": (60, 10),
 }
 
 # -------------------------------------------------------------------------------------------------------------- arenas
@@ -187,7 +195,8 @@ class Rules:
     easy: bool = False
     """altar, armory and lasery ask for one item only"""
     rewards: str = "hearts"
-    """"hearts" (1 a heart) or "shaped" (also 0.1 for ore, 0.8 for a battery, 0.5 for gear; the first of each kind)"""
+    """"hearts" (1 a heart), "shaped" (also 0.1 for ore, 0.8 for a battery, 0.5 for gear; the first of each kind) or
+    "work" (`WORK_REWARDS`: all that is put and got on the way to a heart, whoever has the heart in the end)"""
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
     """converters other than the usual ones"""
     freeze: int = 10
@@ -205,7 +214,7 @@ class Rules:
         if self.agents < 1:
             raise ValueError(f"agents {self.agents}: must be at least 1")
         if self.rewards not in REWARDS:
-            raise ValueError(f'rewards "{self.rewards}": must be hearts or shaped')
+            raise ValueError(f'rewards "{self.rewards}": must be {", ".join(REWARDS)}')
         if not 1 <= self.max_steps <= 30_000:
             raise ValueError(f"max_steps {self.max_steps}: must be 1 to 30,000")
         if not 1 <= self.freeze <= 30_000:
@@ -285,6 +294,10 @@ class Rules:
         """For each item, the hundredths of reward for holding one and how many of it count."""
         rewards = REWARDS[self.rewards]
         return [rewards.get(item, (0, 0)) for item in ITEMS]
+
+    def work_reward(self, name: str) -> tuple[int, int]:
+        """Hundredths for an item put into a converter and for one got from it."""
+        return WORK_REWARDS.get(name, (0, 0)) if self.rewards == "work" else (0, 0)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

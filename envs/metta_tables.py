@@ -64,6 +64,10 @@ class RuleTables:
         self.max_output = self._tensor([recipe.max_output for recipe in recipes])
         initial = self._tensor([recipe.initial for recipe in recipes])
         self.initial = (self.outputs > 0) * initial[:, None]
+        work_rewards = [(0, 0)] * FIRST_CONVERTER
+        work_rewards += [rules.work_reward(name) for name in rules.converters * rules.instances]
+        work_rewards += [(0, 0)] * rules.num_agents
+        self.put_reward, self.get_reward = self._tensor(work_rewards).unbind(1)
 
     def _make_items(self, rules: Rules) -> None:
         """By item."""

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import threading
 import time
 
 import pytest
@@ -127,7 +128,7 @@ def test_operations_are_those_of_the_layers() -> None:
     others = [f"--num-envs 2 --network {network}" for network in ("box-cnn", "token-attention")]
     assert min(metta_parts.metta_mflops(others, "cpu")) > 1
     lstm, none, wide = metta_parts.metta_mflops(
-        [f"--num-envs 2 {flags}" for flags in ("--hidden-size 32", "--hidden-size 32 --rnn none", "--rnn none")], "cpu"
+        [f"--num-envs 2 {flags}" for flags in ("--hidden-size 32 --rnn lstm", "--hidden-size 32", "")], "cpu"
     )
     assert 1e6 * (lstm - none) == pytest.approx(2 * 4 * 32 * 64)
     tokens = (1e6 * none - 2 * 32 * (32 + 26)) / (2 * 32)  # what is left is the bag's
@@ -173,11 +174,21 @@ def test_what_ppo_learns_stands_beside_players_that_do_not(arena, monkeypatch) -
     hearts = {players.random_hearts: 0.5, players.scripted_hearts: 12.0}
     monkeypatch.setattr(harness, "in_subprocess", lambda function, **_: hearts[function])
     monkeypatch.setattr(metta.util, "find_spec", lambda name: True)
+    both = threading.Barrier(2, timeout=20)
+    summary_of = harness.run
+
+    def run(flags: str, options: Options, script: str) -> dict:
+        args = ppo_metta.parse_args(flags.split())
+        if args.threads == 1:
+            both.wait()  # nobody gets here alone: the two play beside each other
+        return summary_of(flags, options, script) | {"eval_score_mean": args.seed + 10.0 * (args.rnn == "lstm")}
+
+    monkeypatch.setattr(harness, "run", run)
     text, raw = metta.metta_learn_arena(Options(repeats=2), CPU)
-    assert cells(text)["default"][:5] == ["1.00 · 3.00", "2.00", "0.50", "12.0", "17%"]
-    assert cells(text)["`--rnn none`"][:5] == ["2.00 · 4.00", "3.00", "0.50", "12.0", "25%"]
+    assert cells(text)["`--rnn none`"][:5] == ["1.00 · 2.00", "1.50", "0.50", "12.0", "12%"]
+    assert cells(text)["`--rnn lstm`"][:5] == ["11.00 · 12.00", "11.50", "0.50", "12.0", "96%"]
+    assert sum("--threads 1" in flags for flags in arena) == 4
     text, raw = metta.metta_learn_real(Options(repeats=2), CPU)
-    assert cells(text)[f"`{metta_parts.REAL_METTAGRID}`"][:5] == ["5.00 · 6.00", "5.50", "0.50", "–", "–"]
+    assert cells(text)[f"`{metta_parts.REAL_METTAGRID}`"][1:5] == ["1.50", "0.50", "–", "–"]
+    assert sum("--threads 1" in flags for flags in arena) == 4
     json.dumps(raw)
-    for flags in arena:
-        ppo_metta.parse_args(flags.split())

@@ -47,7 +47,7 @@ REAL = pytest.mark.skipif(importlib.util.find_spec("mettagrid") is None, reason=
 ROOT = Path(__file__).parents[2]
 QUICK = dict(
     device="cpu", num_envs=4, num_steps=16, num_minibatches=4, bptt_horizon=8, total_timesteps=384 * 4,
-    hidden_size=16, eval_episodes=6, eval_every=0, log_every=1e-3, video=False, threads=1, num_workers=2,
+    rnn="lstm", hidden_size=16, eval_episodes=6, eval_every=0, log_every=1e-3, video=False, threads=1, num_workers=2,
 )  # fmt: skip
 
 
@@ -342,7 +342,7 @@ def test_a_rollout_against_a_loop_with_one_lane_at_a_time_in_mind(run, recorded,
     agent = agent_of(rnn=rnn)
     agent.load_state_dict(load(folder)["agent"])
     rollout, asked = recorded["rollout"], recorded["gae"]
-    envs = MettaBatch(4, seed=1, easy=True, rewards="shaped", max_steps=100)
+    envs = MettaBatch(4, seed=1, easy=True, rewards="work", max_steps=100)
     obs, state, never = envs.reset().clone(), torch.zeros(24, agent.state_size), torch.zeros(1, 24, dtype=torch.bool)
     cut = 0
     with torch.no_grad():
@@ -1161,7 +1161,8 @@ def test_a_gpu_gets_thousands_of_games(game, agents, games, parts) -> None:
 def test_rules_reach_the_games() -> None:
     args = fill_defaults(Args(**(QUICK | dict(easy=False, rewards="hearts"))), CPU)
     easy, hard = (make_games(args, 1, CPU, 0).rules for args in (fill_defaults(Args(device="cpu"), CPU), args))
-    assert (easy.easy, easy.rewards, hard.easy, hard.rewards) == (True, "shaped", False, "hearts")
+    assert (easy.easy, easy.rewards, hard.easy, hard.rewards) == (True, "work", False, "hearts")
+    assert fill_defaults(Args(env_id="MettaNavigation-v0"), CPU).rewards == "shaped"
 
 
 # ------------------------------------------------------------------------------------------------ the real game
