@@ -204,7 +204,7 @@ def metta_learn_arena(options: Options, device: torch.device) -> tuple[str, dict
 @table(
     "metta-learn-navigation",
     caption="""
-    Navigation for ten minutes a seed on all cores, as in metta-learn-arena otherwise. Wanted: 25 hearts.
+    Navigation for ten minutes a seed on all cores, otherwise as in metta-learn-arena. Wanted: 25 hearts.
     """,
 )
 def metta_learn_navigation(options: Options, device: torch.device) -> tuple[str, dict]:

@@ -218,20 +218,19 @@ def paint_and_rotate(games: "MettaBatch", action: torch.Tensor, acts: torch.Tens
     return paints | rotates | rests
 
 
-def move_and_use(
-    games: "MettaBatch", action: torch.Tensor, acts: torch.Tensor, priority: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def move_and_use(games: "MettaBatch", action: torch.Tensor, acts: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
     """Actions (N,) that concern a neighbouring cell, in the order of priority where they meet.
 
-    Returns who succeeded, and the hundredths of reward for work (N,).
+    Returns who succeeded.
     """
     moves = acts & ((action == FORWARD) | (action == BACK) | (action == SWAP))
     uses = acts & ((action == GET) | (action == PUT))
     direction = torch.where(action == BACK, -1, 1)
     step = games.tables.ahead[games.heading] * direction
     target_cell = games.cell + step
+    if games.rules.rewards == "work":
+        games.work_reward.zero_()
     success = torch.zeros_like(acts)
-    work_reward = torch.zeros_like(action)
     move_results = []
     use_results = []
     for turn in _rounds(games, moves | uses, priority, target_cell):
@@ -239,17 +238,16 @@ def move_and_use(
         can_move = _move(games, agent, mask, action[agent], target_cell[agent])
         move_results.append((agent, can_move))
         agent, mask = _select_agents(games, uses, turn)
-        put, got, earned = _use(games, agent, mask, action[agent], target_cell[agent])
-        use_results.append((agent, put, got, earned))
+        put, got = _use(games, agent, mask, action[agent], target_cell[agent])
+        use_results.append((agent, put, got))
     if move_results:
         agent, can_move = map(torch.cat, zip(*move_results))
         success[agent] = can_move
-        agent, put, got, earned = map(torch.cat, zip(*use_results))
+        agent, put, got = map(torch.cat, zip(*use_results))
         success[agent] |= (put + got > 0).any(1)
-        work_reward[agent] = earned
         of_users = (agent, games.tables.use_stats, torch.cat([got, put, put], 1))
         games.count(of_users)
-    return success, work_reward
+    return success
 
 
 def _rounds(
@@ -324,10 +322,10 @@ def _move(
 
 def _use(
     games: "MettaBatch", agent: torch.Tensor, mask: torch.Tensor, action: torch.Tensor, target_cell: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Put one recipe's inputs into the converter ahead or get its outputs; no two of these agents (B,) use the same.
 
-    Returns what each of them put and got (B, items), and the hundredths of reward for that work (B,).
+    Returns what each of them put and got (B, items).
     """
     tables = games.tables
     code = games.grid.view(-1)[target_cell].long()
@@ -335,22 +333,22 @@ def _use(
     converter_row = games.row_base[agent] + code
     rows = torch.cat([row, converter_row])
     inventory, stock = games.inventory[rows].chunk(2)
-    inputs = tables.inputs[code]
-    waiting = (stock * (inputs > 0)).sum(1)
     puts = mask & (action == PUT)
-    put = torch.minimum(inputs, inventory)
+    put = torch.minimum(tables.inputs[code], inventory)
     put = torch.minimum(put, 255 - stock) * puts[:, None]
     gets = mask & (action != PUT)
     is_output = tables.outputs[code] > 0
     capacity = tables.carry - inventory
     got = torch.minimum(stock, capacity) * (gets[:, None] & is_output)
 
+    if games.rules.rewards == "work":
+        waiting = (stock * (tables.inputs[code] > 0)).sum(1)
+        put_reward = torch.div(tables.put_reward[code], 1 + waiting, rounding_mode="floor")
+        games.work_reward[agent] = put.sum(1) * put_reward + got.sum(1) * tables.get_reward[code]
     inventory = inventory - put + got
     stock = stock + put - got
     mask = mask.repeat(2)
     inventories = torch.cat([inventory, stock])
     start_converting(games, rows, inventories, mask)
     games.mark_dirty(rows, mask)
-    put_reward = torch.div(tables.put_reward[code], 1 + waiting, rounding_mode="floor")
-    earned = put.sum(1) * put_reward + got.sum(1) * tables.get_reward[code]
-    return put, got, earned
+    return put, got

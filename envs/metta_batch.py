@@ -98,6 +98,7 @@ class MettaBatch:
         self.inventory = self._zeros(self.num_rows, len(ITEMS))
         self.timer = self._zeros(self.num_rows)
         self.value = self._zeros(agents)  # hundredths that what an agent holds is worth
+        self.work_reward = self._zeros(agents)  # hundredths that an agent has earned in this step
         self.header = self._zeros(agents, HEADER, dtype=torch.uint8)
         self.stats = self._zeros(agents, len(STATS), dtype=torch.int32)
         self.final_stats = torch.zeros_like(self.stats)
@@ -173,12 +174,11 @@ class MettaBatch:
         turn_over, success = attack(self, action, priority)
         acts = thaw(self, ~turn_over)
         success |= paint_and_rotate(self, action, acts)
-        moved_or_used, work_reward = move_and_use(self, action, acts, priority)
-        success |= moved_or_used
+        success |= move_and_use(self, action, acts, priority)
         self.stat("success").add_(success)
         self.stat("failed").add_(~success)
 
-        hundredths = self._reward(action, work_reward)
+        hundredths = self._reward(action)
         rows, _ = self.select(self.dirty)
         self._write_things(rows)
         self.tokens.write_agents(self.heading, self.color)
@@ -202,10 +202,12 @@ class MettaBatch:
         priority = integer_hash(step_key[:, None] + self.agent_number)
         return priority.view(-1)
 
-    def _reward(self, action: torch.Tensor, work_reward: torch.Tensor) -> torch.Tensor:
+    def _reward(self, action: torch.Tensor) -> torch.Tensor:
         """Hundredths of reward of all agents (N,), and the header of their next observation."""
         value = self._inventory_value()
-        hundredths = value - self.value + work_reward
+        hundredths = value - self.value
+        if self.rules.rewards == "work":
+            hundredths = hundredths + self.work_reward
         self.value.copy_(value)
         self.stat("hundredths").add_(hundredths)
         progress = torch.div(self.clock * 255, self.rules.max_steps, rounding_mode="floor")
