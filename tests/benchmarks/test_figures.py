@@ -316,13 +316,7 @@ def metta_page() -> list[str]:
     """What the text of metta.md says."""
     phrases = []
     none, lstm = results("metta-learn-arena")["runs"].values()
-    assert all(a["eval_score_mean"] > b["eval_score_mean"] for a, b in zip(none, lstm))
     phrases.append(f"Without memory it makes {median(none) / median(lstm):.2f} times the steps")
-    found = results("metta-learn-arena-xeon")
-    each = "{:.2f}, {:.2f} and {:.2f}".format(*(one["eval_score_mean"] for one in found["runs"]))
-    rate = f"{median(found['runs']):,.0f} agent steps per second"
-    phrases.append(f"the default made {rate} and had {hearts(found['runs']):.2f} hearts ({each};")
-    phrases.append(f"commit {found['commit']})")
 
     presets = results("metta-presets")["runs"]
     original, fast = presets[:3], presets[3:]
