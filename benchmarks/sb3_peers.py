@@ -17,6 +17,7 @@ from benchmarks.harness import Options, measure_rate
 from benchmarks.metta_parts import RuleBooks, metta_args, metta_envs, metta_network, rollout_sizes
 from envs import mario
 from envs.mario_batch import MarioEnv
+from envs.metta_view import TokenView
 from envs.snake import MOVES
 from envs.snake_batch import SnakeBatch
 from envs.snake_view import EgocentricView
@@ -258,16 +259,28 @@ class MettaView(torch.nn.Module):
         super().__init__()
         args = metta_args(flags, device)
         example = metta_envs(args, 1, torch.device("cpu"), 1)
-        self.encoder = metta_network(args, example, torch.device(device)).encoder
+        network = metta_network(args, example, torch.device(device))
+        self.view = network.view
+        self.encoder = network.encoder
         self.features_dim = args.hidden_size
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return self.encoder(obs.byte())
+        tokens = obs.byte()
+        return self.encoder(tokens, self.view.heading(tokens))
 
 
-def sb3_arena_envs(args: ppo_metta.Args, rule_book: bool, device: torch.device) -> Any:
-    """The agents of a run's arenas as the games of SB3's PPO."""
+def arena_view(args: ppo_metta.Args, device: torch.device) -> TokenView:
+    example = metta_envs(args, 1, torch.device("cpu"), 1)
+    return TokenView(example.features, example.view_shape, device)
+
+
+def sb3_arena_envs(args: ppo_metta.Args, rule_book: bool, device: torch.device, seen_actions: bool = False) -> Any:
+    """The agents of a run's arenas as the games of SB3's PPO, with `seen_actions` for who has our network: actions as
+    an agent sees them in its turned window."""
     from stable_baselines3.common.vec_env import VecEnv
+
+    view = arena_view(args, device)
+    action_of_seen = view.seen_action.argsort(1)  # (4, actions), by heading
 
     class ArenaAgents(VecEnv):
         def __init__(self) -> None:
@@ -282,6 +295,9 @@ def sb3_arena_envs(args: ppo_metta.Args, rule_book: bool, device: torch.device) 
 
         def step_async(self, actions: np.ndarray) -> None:
             self.actions = torch.as_tensor(actions, device=device)
+            if seen_actions:
+                heading = view.heading(self.games.obs.to(device))
+                self.actions = action_of_seen[heading, self.actions]
 
         def step_wait(self):
             start = time.perf_counter()
@@ -345,7 +361,7 @@ def sb3_arena_rate(flags: str, rule_book: bool, threads: int, seconds: float, de
     microseconds of a step in games, the rest of rollouts, and learning. Whole iterations, without the first."""
     from stable_baselines3.common.callbacks import BaseCallback
 
-    games = sb3_arena_envs(metta_args(flags, device), rule_book, torch.device(device))
+    games = sb3_arena_envs(metta_args(flags, device), rule_book, torch.device(device), seen_actions=True)
     model = sb3_arena_agent(flags, games, threads, device)
     rollout_starts = []
     game_seconds = []  # until each of them
@@ -377,15 +393,23 @@ def sb3_arena_rate(flags: str, rule_book: bool, threads: int, seconds: float, de
 
 
 class PolicyAgent:
-    """An SB3 policy, called as `ppo_metta.evaluate` calls an agent. It has no memory."""
+    """An SB3 policy, called as `ppo_metta.evaluate` calls an agent. It has no memory.
+
+    With a `view` its actions are as an agent sees them.
+    """
 
     state_size = 0
 
-    def __init__(self, policy: torch.nn.Module) -> None:
+    def __init__(self, policy: torch.nn.Module, view: TokenView | None) -> None:
         self.policy = policy
+        self.view = view
 
     def __call__(self, obs: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple:
-        return self.policy.get_distribution(obs[0]).distribution.logits[None], None, state
+        logits = self.policy.get_distribution(obs[0]).distribution.logits
+        if self.view:
+            heading = self.view.heading(obs[0])
+            logits = logits.gather(1, self.view.seen_action[heading])
+        return logits[None], None, state
 
 
 def sb3_arena_curve(
@@ -396,16 +420,18 @@ def sb3_arena_curve(
 
     args = metta_args("--rnn none", device)
     where = torch.device(device)
+    view = arena_view(args, where) if tuned else None
 
     def make_model() -> Any:
         if tuned:
-            return sb3_arena_agent("--rnn none", sb3_arena_envs(args, False, where), threads, device, seed)
+            games = sb3_arena_envs(args, False, where, seen_actions=True)
+            return sb3_arena_agent("--rnn none", games, threads, device, seed)
         torch.set_num_threads(threads)
         games = sb3_arena_envs(metta_args("--num-envs 1 --reward-scale 1", device), True, where)
         return PPO("MlpPolicy", games, device=device, seed=seed)
 
     def evaluate(model: Any) -> float:
-        return ppo_metta.evaluate(PolicyAgent(model.policy), args, 48, where)["eval_score_mean"]
+        return ppo_metta.evaluate(PolicyAgent(model.policy, view), args, 48, where)["eval_score_mean"]
 
     return learning_curve(make_model, evaluate, seconds, every, goal)
 

@@ -18,8 +18,8 @@ NO_FAKE = "a fake CUDA needs Linux, g++ and a PyTorch without CUDA"
 CAN_FAKE = sys.platform == "linux" and shutil.which("g++") is not None and torch.version.cuda is None
 COMMON = "--threads 1 --log-every 0.001 --eval-every 0 --checkpoint-every 0"
 FLAGS = {
-    "ppo_metta": "--agents 6 --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 2 --hidden-size 16"
-    " --eval-episodes 6",
+    "ppo_metta": "--agents 6 --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 2 --rnn lstm"
+    " --hidden-size 16 --eval-episodes 6",
     "dqn_snake": "--board 4x4 --num-envs 8 --batch-size 16 --learning-starts 8 --buffer-size 800 --hidden-size 16"
     " --exploration-fraction 1 --eval-episodes 8",
     "ppo_snake": "--board 4x4 --num-envs 8 --num-steps 4 --num-minibatches 2 --hidden-size 16 --eval-episodes 8",
@@ -35,7 +35,7 @@ LAUNCHES = {
     "dqn_snake": (305, 165),
     "ppo_snake": (330, 150),
     "dqn_snake_sb3_compat": (13, 82),
-    "ppo_metta": (1_550, 510),
+    "ppo_metta": (1_620, 510),
     "dqn_mario_async": (30, 210),
 }
 # Where the training loop may wait, and how often for each step (or ring that is read): these games are on the CPU.

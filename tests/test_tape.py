@@ -44,7 +44,7 @@ COMPAT = dict(
 )  # fmt: skip
 METTA = dict(
     num_envs=2, size=10, agents=2, num_steps=4, num_minibatches=2, bptt_horizon=2, total_timesteps=16 * 7,
-    hidden_size=8, ent_coef=0.1,
+    rnn="lstm", hidden_size=8, ent_coef=0.1,
 )  # fmt: skip
 MARIO = dict(
     num_collectors=0, envs_per_collector=6, ring_blocks=4, size=48, channels=4, hidden_size=16, batch_size=8,

@@ -1,6 +1,7 @@
 """Stable-Baselines3's agents: they have what ours have, and they learn."""
 
 import time
+import types
 from itertools import pairwise
 
 import gymnasium
@@ -118,6 +119,30 @@ def test_the_arenas_of_sb3_are_those_of_the_trainer() -> None:
     assert cut == set(range(18))
 
 
+def test_sb3_s_agents_act_as_they_see_the_arena() -> None:
+    args = metta_parts.metta_args("--num-envs 3", "cpu")
+    plain, turned = (sb3_peers.sb3_arena_envs(args, False, CPU, seen_actions) for seen_actions in (False, True))
+    view = sb3_peers.arena_view(args, CPU)
+    head = torch.nn.Linear(1, 25)
+
+    class Policy:
+        def get_distribution(self, obs):
+            logits = head(obs[:, 0, :1].float())
+            return types.SimpleNamespace(distribution=types.SimpleNamespace(logits=logits))
+
+    headings = set()
+    with torch.no_grad():
+        for _ in range(50):
+            obs = plain.games.obs.clone()
+            headings |= set(view.heading(obs).tolist())
+            logits, _, _ = sb3_peers.PolicyAgent(Policy(), view)(obs[None], None, None)
+            seen = torch.randint(25, (18,))
+            is_taken = logits[0] == head(obs[:, 0, :1].float()).gather(1, seen[:, None])
+            found, expected = turned.step(seen.numpy()), plain.step(is_taken.nonzero()[:, 1].numpy())
+            assert (found[0] == expected[0]).all()
+    assert headings == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize("rule_book", [False, True])
 def test_sb3_s_ppo_learns_in_the_arena(rule_book) -> None:
     found = sb3_peers.sb3_arena_rate("--rnn none --num-envs 2 --hidden-size 16", rule_book, 1, 0.1, "cpu")
@@ -147,7 +172,9 @@ def test_sb3_in_the_arena_has_our_loss_of_our_network() -> None:
     )
     logits, new_value, _ = ours(obs[None].byte(), torch.zeros(96, 0), torch.zeros(1, 96, dtype=torch.bool))
     logp = logits[0].log_softmax(1)
-    new_logprob, entropy = logp.gather(1, action.long()[:, None]).squeeze(1), -(logp.exp() * logp).sum(1)
+    seen_action = ours.view.seen_action[ours.view.heading(obs.byte())]
+    is_taken = seen_action == action.long()[:, None]
+    new_logprob, entropy = logp[is_taken], -(logp.exp() * logp).sum(1)
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     coefs = args.clip_coef, args.vf_clip_coef, args.ent_coef, args.vf_coef
     ppo_metta.ppo_loss(new_logprob, logprob, advantage, entropy, new_value[0], value, returns, *coefs)[0].backward()

@@ -48,6 +48,7 @@ SMALL = {
         num_steps=16,
         num_minibatches=4,
         bptt_horizon=8,
+        rnn="lstm",
         hidden_size=16,
         total_timesteps=4 * 384,
         eval_episodes=6,
