@@ -150,11 +150,9 @@ def metta_presets(options: Options, device: torch.device) -> tuple[str, dict]:
 def metta_learn(options: Options, variants: list[str], game: str = "") -> tuple[str, dict]:
     """A table of one game: hearts at the end of each seed's runs, by flags, and of players that do not learn.
 
-    A lone variant has all cores, several run beside each other and have one each.
+    The variants of a seed run beside each other and have a core each.
     """
-    budget = f"--max-seconds {20 if options.fast else 600} --eval-every 0"
-    if len(variants) > 1:
-        budget += " --threads 1"
+    budget = f"--max-seconds {20 if options.fast else 600} --eval-every 0 --threads 1"
     found = {flags: [] for flags in variants}
     for seed in options.seeds:
         with ThreadPoolExecutor(len(variants)) as pool:
@@ -204,22 +202,23 @@ def metta_learn_arena(options: Options, device: torch.device) -> tuple[str, dict
 @table(
     "metta-learn-navigation",
     caption="""
-    Navigation for ten minutes a seed on all cores, otherwise as in metta-learn-arena. Wanted: 25 hearts.
+    Navigation as in metta-learn-arena. Wanted on two cores: 25 hearts.
     """,
 )
 def metta_learn_navigation(options: Options, device: torch.device) -> tuple[str, dict]:
     game = ARENAS["navigation"]
-    return metta_learn(options, [game], game)
+    return metta_learn(options, [f"{game} --rnn none", f"{game} --rnn lstm"], game)
 
 
 @table(
     "metta-learn-real",
     caption="""
-    The real MettaGrid as in metta-learn-navigation: mines and altars, for which nobody wrote a script.
+    The real MettaGrid as in metta-learn-arena: mines and altars, for which nobody wrote a script.
 
-    Wanted: five times the hearts of random play.
+    The games are in the process that learns. Wanted: five times the hearts of random play.
     """,
 )
 def metta_learn_real(options: Options, device: torch.device) -> tuple[str, dict]:
     check_mettagrid("metta-learn-real")
-    return metta_learn(options, [REAL_METTAGRID], REAL_METTAGRID)
+    game = f"{REAL_METTAGRID} --num-workers 0"
+    return metta_learn(options, [f"{game} --rnn none", f"{game} --rnn lstm"], REAL_METTAGRID)

@@ -189,6 +189,7 @@ def test_what_ppo_learns_stands_beside_players_that_do_not(arena, monkeypatch) -
     assert cells(text)["`--rnn lstm`"][:5] == ["11.00 · 12.00", "11.50", "0.50", "12.0", "96%"]
     assert sum("--threads 1" in flags for flags in arena) == 4
     text, raw = metta.metta_learn_real(Options(repeats=2), CPU)
-    assert cells(text)[f"`{metta_parts.REAL_METTAGRID}`"][1:5] == ["1.50", "0.50", "–", "–"]
-    assert sum("--threads 1" in flags for flags in arena) == 4
+    game = f"{metta_parts.REAL_METTAGRID} --num-workers 0"
+    assert cells(text)[f"`{game} --rnn none`"][1:5] == ["1.50", "0.50", "–", "–"]
+    assert sum("--threads 1" in flags for flags in arena) == 8
     json.dumps(raw)
