@@ -1,5 +1,6 @@
 """Tables of dqn_mario_async.py: its games and collectors, collecting beside learning, and what it learns."""
 
+from collections import Counter
 from functools import partial
 
 import torch
@@ -246,14 +247,52 @@ def mario_learn(options: Options, device: torch.device) -> tuple[str, dict]:
     return text, {"runs": raw, "random": [random_flags, distance]}
 
 
+def first_reading_above(curve: list[list[float]], limit: float) -> str:
+    """Minutes until the first reading above `limit`."""
+    return next((f"{seconds / 60:.1f}" for seconds, value in curve if value > limit), "–")
+
+
+@torch.no_grad()
+def real_game_ends(run: str, games: int) -> list[list]:
+    """Of greedy games by the agent of a run folder: pixels from the start, and "flag", "dead" or "stuck"."""
+    script = dqn_mario_async
+    cpu = torch.device("cpu")
+    _, checkpoint = script.load_checkpoint("--evaluate", run, "runs")
+    args = script.Args(**checkpoint["args"])
+    q_network = script.QNetwork(args, cpu)
+    q_network.load_state_dict(checkpoint["q_network"])
+    envs = script.make_envs(args, 1, script.EVAL_SEED)
+    obs = envs.reset()
+    ends = []
+    while len(ends) < games:
+        action = q_network(torch.from_numpy(obs)).argmax(1).numpy()
+        obs, _, terminated, truncated, info = envs.step(action)
+        if terminated[0] or truncated[0]:
+            end = "dead" if terminated[0] else "stuck"
+            if info["flag"][0]:
+                end = "flag"
+            ends.append([int(info["distance"][0]), end])
+    return ends
+
+
+def ends_by_place(ends: list[list], width: int = 400) -> str:
+    """How many games ended in each `width` pixels, and how."""
+    rows = []
+    for first in range(0, 1 + max(distance for distance, _ in ends), width):
+        here = Counter(end for distance, end in ends if first <= distance < first + width)
+        rows.append([f"{first:,} to {first + width - 1:,}", here["dead"], here["stuck"], here["flag"]])
+    return markdown_table(f"where {len(ends)} greedy games end, pixels from the start | dead | stuck | flag", rows)
+
+
 @table(
     "mario-real",
     caption="""
     The real level 1-1 for 20 minutes a seed: mean distance in pixels over greedy games with no-op starts.
 
-    On the way 10 games each, at the end 100; random play over 100 beside it. The flag is 3,121 pixels from the start
-    (at x = 3,161). A game begins after 0 to 30 frames of nothing, so the 100 games have only 30 different starts, and
-    they are those of training: what is measured is this level, not how well it carries over.
+    On the way 10 games each, once a minute, at the end 100; random play over 100 beside it. The flag is 3,121 pixels
+    from the start (at x = 3,161). A game begins after 0 to 30 frames of nothing, so the 100 games have only 30
+    different starts, and they are those of training: what is measured is this level, not how well it carries over.
+    The second table is of 100 more games of each seed's last agent; stuck is who sees no new ground for 40 steps.
     """,
 )
 def mario_real(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -265,16 +304,22 @@ def mario_real(options: Options, device: torch.device) -> tuple[str, dict]:
     flags = f"--env-id SuperMarioBros --max-seconds {40 if options.fast else 1200} --eval-episodes {episodes}"
     by_chance = harness.in_subprocess(mario_games, True, player="random", games=episodes, real=True)
     random_flags, random_distance = by_chance
+    ends = []
     rows = []
     raw = []
     for seed in options.seeds:
         one = harness.run(f"{flags} --seed {seed}", options, SCRIPT)
-        curve = harness.wall_clock_curve(harness.run_folder(one["run"]), "eval/distance_mean")
-        raw.append(one | {"curve": curve})
+        folder = harness.run_folder(one["run"])
+        curve = harness.wall_clock_curve(folder, "eval/distance_mean")
+        flag_curve = harness.wall_clock_curve(folder, "eval/flags")
+        run_ends = harness.in_subprocess(real_game_ends, True, run=str(folder), games=episodes)
+        ends += run_ends
+        raw.append(one | {"curve": curve, "flag_curve": flag_curve, "ends": run_ends})
         distance = one["eval_distance_mean"]
         row = [
             seed,
             *(f"{value_after(curve, minutes):,.0f}" for minutes in times),
+            first_reading_above(flag_curve, 0),
             f"{distance:,.0f}",
             f"{one['eval_flags']:.0%}",
             f"{distance / random_distance:.1f}",
@@ -282,10 +327,10 @@ def mario_real(options: Options, device: torch.device) -> tuple[str, dict]:
             f"{one['replay_ratio']:.2f}",
         ]
         rows.append(row)
-    rows.append(["random play", *[""] * len(times), f"{random_distance:,.0f}", f"{random_flags:.0%}", *[""] * 3])
+    rows.append(["random play", *[""] * (len(times) + 1), f"{random_distance:,.0f}", f"{random_flags:.0%}", *[""] * 3])
     header = "seed"
     for minutes in times:
         header += f" | after {minutes} minute" + ("s" if minutes > 1 else "")
-    header += " | end | flags at the end | × random play | env steps/s | replay ratio"
-    text = f"{markdown_table(header, rows)}\n\n`{SCRIPT} {flags} --seed S`"
+    header += " | first greedy flag, minutes | end | flags at the end | × random play | env steps/s | replay ratio"
+    text = f"{markdown_table(header, rows)}\n\n{ends_by_place(ends)}\n\n`{SCRIPT} {flags} --seed S`"
     return text, {"runs": raw, "random": by_chance}

@@ -6,6 +6,7 @@ PYTHONPATH=. python tests/benchmarks/test_pages.py  # write the tables again, af
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,11 +174,12 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
             IN_SUBPROCESS: lambda *_, **__: found["random"],
         }
     if name == "mario-real":
-        by_run = {one["run"]: one["curve"] for one in found["runs"]}
-        readings = {WALL_CLOCK_CURVE: lambda folder, tag: by_run[folder.name]}
-        return readings | {
+        by_run = {one["run"]: one for one in found["runs"]}
+        curve_of = {"eval/distance_mean": "curve", "eval/flags": "flag_curve"}
+        return {
             RUN: runs(*found["runs"]),
-            IN_SUBPROCESS: lambda *_, **__: found["random"],
+            WALL_CLOCK_CURVE: lambda folder, tag: by_run[folder.name][curve_of[tag]],
+            IN_SUBPROCESS: lambda *_, run=None, **__: by_run[Path(run).name]["ends"] if run else found["random"],
         }
     seeds = {"time-to-score": 3, "time-to-score-ppo": 3, "time-to-hearts": 1, "time-to-distance": 1}[name]
     return curves(found, [who for who in found["curves"] if not who.startswith("SB3")], seeds)

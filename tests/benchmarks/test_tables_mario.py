@@ -36,6 +36,7 @@ def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatc
     def apart(function, one_core=False, **arguments):
         calls.append(function)
         rates = {games.emulator_rate: 500.0, players.mario_games: [0.25, 300.0]}
+        rates[mario.real_game_ends] = [[3121, "flag"], [2799, "dead"], [2800, "stuck"], [0, "dead"]]
         return rates.get(function) or [100.0] * len(arguments["widths"])
 
     readings = {"eval/flags": [[65.0, 0.3], [310.0, 0.7], [900.0, 0.8]], "charts/flags": [[61.0, 0.1], [301.0, 0.6]]}
@@ -58,7 +59,9 @@ def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatc
     text, raw = mario.mario_learn(options, CPU)
     assert "| 2 | 30%, 10% | 70%, 60% | 90% | 900 | 5,000 | 0.50 | 0.050 |" in text and len(raw["runs"]) == 2
     text, raw = mario.mario_real(options, CPU)
-    assert "| 2 | 400 | 600 | 600 | 900 | 90% | 3.0 | 5,000 | 0.50 |" in text and len(raw["runs"]) == 2
+    assert "| 2 | 400 | 600 | 600 | 1.1 | 900 | 90% | 3.0 | 5,000 | 0.50 |" in text and len(raw["runs"]) == 2
+    assert "where 8 greedy games end" in text and "| 0 to 399 | 2 | 0 | 0 |" in text
+    assert "| 2,400 to 2,799 | 2 | 0 | 0 |\n| 2,800 to 3,199 | 0 | 2 | 2 |" in text
     json.dumps(raw)
     for flags in asked:
         tyro.cli(dqn_mario_async.Args, args=flags.split())
@@ -85,3 +88,19 @@ def test_the_real_emulator_is_measured(monkeypatch) -> None:
     assert harness.in_subprocess(games.emulator_rate, True, seconds=0.1, refresh=True) > 50
     assert harness.in_subprocess(mario.collector_rates, True, env_id="SuperMarioBros", widths=(1,), seconds=0.1)[0] > 30
     assert harness.in_subprocess(players.mario_games, True, player="random", games=1, real=True)[1] > 0
+
+
+@pytest.mark.games
+def test_the_games_of_a_finished_run_end_as_they_do(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(PROJECT)
+    if missing := games.missing_rom():
+        pytest.skip(missing)
+    flags = f"--env-id SuperMarioBros --run-dir {tmp_path} --run-name a --max-seconds 8 --learning-starts 50"
+    flags += " --device cpu --eval-every 0 --eval-episodes 1 --no-video --noop-max 0"
+    harness.subprocess.run([harness.sys.executable, mario.SCRIPT, *flags.split()], check=True)
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    ends = mario.real_game_ends(str(tmp_path / "a"), 2)
+    assert [distance for distance, _ in ends] == 2 * [summary["eval_distance_mean"]]
+    assert ends[0] == ends[1] and ends[0][1] in ("dead", "stuck")
+    assert mario.first_reading_above([[30, 0.0], [90, 0.1], [150, 0.2]], 0) == "1.5"
+    assert mario.first_reading_above([[30, 0.0]], 0) == "–"
