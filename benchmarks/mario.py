@@ -210,18 +210,10 @@ def value_after(curve: list[list[float]], minutes: float) -> float:
     return next((value for seconds, value in curve if seconds >= 60 * minutes), curve[-1][1])
 
 
-@table(
-    "mario-learn",
-    caption="""
-    `dqn_mario_async.py` at its defaults, 15 minutes a seed: share of greedy games that reach the flag.
-
-    On the way: the first evaluation after that time, 10 games on unseen levels, and the collectors' own games on
-    training levels at the same time, which explore. At the end: 100 greedy games on unseen levels. Waiting is what
-    pushing a step cost a collector, mean.
-    """,
-)
-def mario_learn(options: Options, device: torch.device) -> tuple[str, dict]:
+def learn_mario(options: Options, difficulty: int) -> tuple[str, dict]:
     flags = "--max-seconds 30 --eval-every 10" if options.fast else "--max-seconds 900"
+    if difficulty:
+        flags += f" --difficulty {difficulty}"
     rows = []
     raw = []
     for seed in options.seeds:
@@ -240,11 +232,45 @@ def mario_learn(options: Options, device: torch.device) -> tuple[str, dict]:
         row.append(f"{one['replay_ratio']:.2f}")
         row.append(f"{one['producer_wait_ms_mean']:.3f}")
         rows.append(row)
-    random_flags, distance = harness.in_subprocess(mario_games, player="random", games=1000)
+    random_flags, distance = harness.in_subprocess(mario_games, player="random", games=1000, difficulty=difficulty)
     rows.append(["random play", *[f"{random_flags:.0%}"] * 3, f"{distance:,.0f}", *[""] * 3])
     header = "seed | after 1 minute: unseen, exploring | after 5 | end: unseen | distance, pixels | "
     text = markdown_table(f"{header}env steps/s | replay ratio | waiting, ms", rows)
     return text, {"runs": raw, "random": [random_flags, distance]}
+
+
+@table(
+    "mario-learn",
+    caption="""
+    `dqn_mario_async.py` at its defaults, 15 minutes a seed: share of greedy games that reach the flag.
+
+    On the way: the first evaluation after that time, 10 games on unseen levels, and the collectors' own games on
+    training levels at the same time, which explore. At the end: 100 greedy games on unseen levels. Waiting is what
+    pushing a step cost a collector, mean.
+    """,
+)
+def mario_learn(options: Options, device: torch.device) -> tuple[str, dict]:
+    return learn_mario(options, 0)
+
+
+@table(
+    "mario-learn-1",
+    caption="""
+    Harder levels as in mario-learn: `--difficulty 1` has stairs, pipes of two heights, and less ground to rest.
+    """,
+)
+def mario_learn_1(options: Options, device: torch.device) -> tuple[str, dict]:
+    return learn_mario(options, 1)
+
+
+@table(
+    "mario-learn-2",
+    caption="""
+    Harder levels as in mario-learn: `--difficulty 2` has another gap, another pack of walkers, and two in each pack.
+    """,
+)
+def mario_learn_2(options: Options, device: torch.device) -> tuple[str, dict]:
+    return learn_mario(options, 2)
 
 
 def first_reading_above(curve: list[list[float]], limit: float) -> str:

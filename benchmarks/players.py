@@ -120,10 +120,13 @@ MARIO_PLAYERS = {  # action by game; random ones are among the simple seven
 }
 
 
-def mario_games(player: str, games: int, real: bool = False) -> list[float]:
+def mario_games(player: str, games: int, real: bool = False, difficulty: int = 0) -> list[float]:
     """Share of flags and mean distance in pixels over at least `games` games on unseen levels, or on the real 1-1."""
     random.seed(1)
-    batch = SuperMarioBrosBatch(seed=1) if real else MarioBatch(10, seed=1, levels=UNSEEN_LEVELS)
+    if real:
+        batch = SuperMarioBrosBatch(seed=1)
+    else:
+        batch = MarioBatch(10, seed=1, levels=UNSEEN_LEVELS, difficulty=difficulty)
     batch.reset()
     while batch.finished[0] < games:
         batch.step(np.array([MARIO_PLAYERS[player](game) for game in batch.games]))

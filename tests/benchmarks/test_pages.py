@@ -166,7 +166,7 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
     if name == "mario-async":
         trial = {"replay_ratio": found["asked"], "train_fraction": 0.5}
         return {ALTERNATE: alternate(found["runs"]), RUN: lambda *_: trial}
-    if name == "mario-learn":
+    if name.startswith("mario-learn"):
         by_run = {one["run"]: one["curves"] for one in found["runs"]}
         readings = {WALL_CLOCK_CURVE: lambda folder, tag: by_run[folder.name][tag]}
         return readings | {
