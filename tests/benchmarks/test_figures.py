@@ -117,6 +117,16 @@ def reached_flags() -> str:
     return low_to_high([100 * one["eval_flags"] for one in real["runs"]])
 
 
+def harder_levels(difficulty: int) -> str:
+    """Per cent of the games of our own Mario that reach the flag."""
+    found = results(f"mario-learn-{difficulty}")
+    flags = f"--max-seconds 900 --difficulty {difficulty}"
+    assert {one["flags"].split(" --seed")[0] for one in found["runs"]} == {flags}
+    assert len(found["runs"]) == 3 and {one["eval_episodes"] for one in found["runs"]} == {100}
+    assert found["random"][0] == 0
+    return low_to_high([100 * one["eval_flags"] for one in found["runs"]])
+
+
 def readme() -> list[str]:
     """What README.md says."""
     food = learned_food()
@@ -170,6 +180,8 @@ def headlines() -> list[str]:
         f"one game | {compat_times()} |",
         f"| {ours} agent steps/s | Stable-Baselines3's PPO: {book}, and {batched} with our arena |",
         "| 15 minutes | the flag in 100 % of unseen levels | random play 0 % |",
+        f"| 15 minutes | the flag in {harder_levels(1)} % of unseen levels | random play 0 % |",
+        f"| 15 minutes | the flag in {harder_levels(2)} % of unseen levels | random play 0 % |",
         f"| 20 minutes | the flag of the real 1-1 in {reached_flags()} % of games | random play 0 % |",
         f"| {ratio('mario-async', 'in turn'):.2f} times one thread in turn |",
     ]
@@ -354,6 +366,7 @@ def mario_page() -> list[str]:
     phrases.append(f"it learns most, from {100 * alone:.0f} % of the steps")
     phrases.append(f"`--compile` brings {100 * (gain(mario, '--compile --max-seconds 60', '') - 1):.0f} %")
 
+    phrases.append(f"On harder levels {harder_levels(1)} % and {harder_levels(2)} % of greedy games")
     xeon = results("mario-real-xeon")
     assert xeon["run"]["eval_flags"] == 0 and xeon["run"]["flags"].split()[3] == "1800"
     assert xeon["run"]["eval_episodes"] == 100 and "2 cores of Intel(R) Xeon(R)" in xeon["hardware"]
