@@ -19,9 +19,9 @@ Suites, with their tables, and how long they take on two cores:
     diagnose: speed, latency and memory of ppo_metta.py before and after each switch    30 minutes
     mario: mario-env, mario-async, mario-switches: games, emulator and collectors; collecting beside learning;
         collectors, games, batches and weights of dqn_mario_async.py                    35 minutes
-    mario-learn: mario-learn, mario-learn-1, mario-learn-2: flags after 1, 5 and 15 minutes, three seeds, and of
+    mario-levels: mario-learn, mario-learn-1, mario-learn-2: flags after 1, 5 and 15 minutes, three seeds, also of
         harder levels                                                                  2.5 hours
-    mario-real: how far the real 1-1 is played after up to 20 minutes, and where games end  72 minutes
+    mario-real: how far the real 1-1 is played after up to 20 minutes, and how it ends  70 minutes
     bf16, busy: --bf16 in every script; every script beside one busy process            25 minutes
     switches: every switch alone and together                                           40 minutes
     scaling: cost as games, batch, board and agents grow                                30 minutes
