@@ -58,6 +58,9 @@ def test_the_tables_of_mario_say_commands_that_the_script_understands(monkeypatc
     assert "| `--num-collectors 0` | 5,000 (5,000–5,000) | 2,500 (2,500–2,500) | 1.00 (1.00–1.00) | 0.50 |" in text
     text, raw = mario.mario_learn(options, CPU)
     assert "| 2 | 30%, 10% | 70%, 60% | 90% | 900 | 5,000 | 0.50 | 0.050 |" in text and len(raw["runs"]) == 2
+    for difficulty, measure in enumerate((mario.mario_learn_1, mario.mario_learn_2), 1):
+        measure(options, CPU)
+        assert asked[-1] == f"--max-seconds 900 --difficulty {difficulty} --seed 2"
     text, raw = mario.mario_real(options, CPU)
     assert "| 2 | 400 | 600 | 600 | 1.1 | 900 | 90% | 3.0 | 5,000 | 0.50 |" in text and len(raw["runs"]) == 2
     assert "where 8 greedy games end" in text and "| 0 to 399 | 2 | 0 | 0 |" in text
@@ -78,6 +81,7 @@ def test_games_of_mario_are_measured() -> None:
         players.mario_games(player, 20) for player in ("random", "a scripted jumper")
     )
     assert random_flags == 0 and flags > 0.8 and distance > 3 * random_distance > 0
+    assert players.mario_games("a scripted jumper", 20, difficulty=3)[0] < 0.6
 
 
 @pytest.mark.games
