@@ -1705,7 +1705,9 @@ def main(args: Args) -> dict:
         line = f"[TRAIN]   {progress():4.0%}  updates {updates:,}  updates/s {new_updates / wall_seconds:.1f}"
         line += f"  ratio {replay_ratio:.2f}  loss {loss_sum / max(new_updates, 1):.4f}"
         line += f"  q {q_sum / max(new_updates, 1):.2f}  epsilon {epsilon:.3f}"
-        say(f"{line}  greedy flags {scores.get('eval_flags', math.nan):.0%}")
+        if "eval_flags" in scores:
+            line += f"  greedy flags {scores['eval_flags']:.0%}"
+        say(line)
         total_stats.update(stats)
         own_stats.clear()
         if not 0 <= summary["lost"] <= games * summary["starts"]:

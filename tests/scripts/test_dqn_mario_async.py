@@ -1170,6 +1170,7 @@ def test_the_console_lines(run, capsys) -> None:
     run(num_collectors=1)
     out = capsys.readouterr().out
     assert "[COLLECT] produced " in out and "[TRAIN] " in out and "updates old" in out
+    assert "nan" not in out.lower()  # a greedy game before the first evaluation is not shown
 
 
 def test_more_collectors_than_cores_work_and_say_what_it_costs(run, capsys) -> None:
