@@ -3,7 +3,7 @@
     python ppo_metta.py                                        # ten minutes, then an evaluation and a GIF
     python ppo_metta.py --bf16 --cudagraph                     # made for a GPU
     python ppo_metta.py --env-id mettagrid                     # the real MettaGrid, in worker processes
-    python ppo_metta.py --rnn lstm                             # agents with a memory: slower, and no better here
+    python ppo_metta.py --rnn mingru                           # agents with a memory: slower, and no better here
     torchrun --nproc-per-node 2 ppo_metta.py                   # two learners, one policy
     python ppo_metta.py --evaluate latest --render             # watch the last agents play
 
@@ -50,7 +50,7 @@ from envs.vector_envs import LocalEnvs, SubprocEnvs, WorkerLost
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
-CHECKPOINT_VERSION = 4
+CHECKPOINT_VERSION = 5
 GIF_FRAMES = 300
 RANK = int(os.environ.get("RANK", 0))  # these four are set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
@@ -106,14 +106,16 @@ class Args:
     # Algorithm
     network: Literal["token-bag", "box-cnn", "token-attention"] = "token-bag"
     """one layer over all tokens, two convolutions over a box of them, or attention between them"""
-    rnn: Literal["none", "lstm", "gru"] = "none"
+    rnn: Literal["none", "mingru"] = "none"
     """memory of an agent"""
     hidden_size: int = 128
     """width of the layers and of the memory"""
     learning_rate: float = 3e-3
     """Adam's learning rate"""
+    muon_learning_rate: float = 0.02
+    """Muon's, for the matrix of the hidden layer (0: Adam learns it too)"""
     anneal_lr: bool = True
-    """let the learning rate fall to zero over the run, as half a cosine"""
+    """let the learning rates fall to zero over the run, as half a cosine"""
     num_steps: int = 32
     """steps of every agent in a rollout"""
     num_minibatches: int | None = None
@@ -198,7 +200,8 @@ COMMAND_LINE_ONLY = ["run_dir", "run_name", "env_config", "resume", "evaluate", 
 METTA = Args(
     env_id="MettaNavigation-v0",
     vec_env="subproc",
-    rnn="lstm",
+    rnn="mingru",
+    muon_learning_rate=0.0,
     update_epochs=1,
     learning_rate=3e-4,
     reward_scale=1.0,
@@ -237,7 +240,7 @@ GAMMA = {
 }
 FRACTIONS = ["gamma", "gae_lambda", "prio_alpha", "prio_beta0"]
 ZERO_WORKS = ["seed", "num_workers", "update_epochs", "ent_coef", "end_ent_coef", "eval_every"]
-ZERO_WORKS += ["checkpoint_every", *FRACTIONS]
+ZERO_WORKS += ["checkpoint_every", "muon_learning_rate", *FRACTIONS]
 HIGHEST = {**dict.fromkeys(FRACTIONS, 1), "seed": EVAL_SEED - 1, "threads": 256, "num_workers": 1024}
 HIGHEST["eval_episodes"] = 100_000
 
@@ -439,7 +442,7 @@ class SparseLinear(torch.autograd.Function):
 
 
 class TokenBag(nn.Module):
-    """A linear layer over all channels in all cells, then another one.
+    """A linear layer over all channels in all cells.
 
     On a CPU only tokens that an agent has are looked up, a hundredth of the inputs; a GPU multiplies all.
     """
@@ -450,11 +453,10 @@ class TokenBag(nn.Module):
         table = torch.randn(view.num_channels * view.num_cells, width, device=device)
         self.table = nn.Parameter(table * 60**-0.5)  # as for a layer with as many inputs as an agent has tokens
         self.bias = nn.Parameter(torch.zeros(width, device=device))
-        self.hidden = nn.Linear(width, width, device=device)
+        self.num_outputs = width
 
     def forward(self, tokens: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
-        x = self.sparse(tokens, heading) if tokens.device.type == "cpu" else self.dense(tokens, heading)
-        return F.relu(self.hidden(F.relu(x)))
+        return F.relu(self.sparse(tokens, heading) if tokens.device.type == "cpu" else self.dense(tokens, heading))
 
     @torch.compiler.disable
     def sparse(self, tokens: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
@@ -468,21 +470,19 @@ class TokenBag(nn.Module):
 class BoxCNN(nn.Module):
     """Two convolutions over a box with a plane for each channel, as Metta's own policy has them."""
 
-    def __init__(self, view: TokenView, width: int, device: torch.device) -> None:
+    def __init__(self, view: TokenView, device: torch.device) -> None:
         super().__init__()
         self.view = view
         self.conv1 = nn.Conv2d(view.num_channels, 64, 5, 3, padding=1, device=device)
         self.conv2 = nn.Conv2d(64, 64, 3, padding=1, device=device)
         rows, columns = view.window
-        num_outputs = 64 * ((rows - 3) // 3 + 1) * ((columns - 3) // 3 + 1)
-        self.hidden = nn.Linear(num_outputs + view.num_channels, width, device=device)
+        self.num_outputs = 64 * ((rows - 3) // 3 + 1) * ((columns - 3) // 3 + 1) + view.num_channels
 
     def forward(self, tokens: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
         box = self.view.box(tokens, heading).unflatten(1, (self.view.num_channels, self.view.num_cells))
         planes = box[:, :, :-1].unflatten(2, self.view.window)
         x = F.relu(self.conv2(F.relu(self.conv1(planes))))
-        x = torch.cat([x.flatten(1), box[:, :, -1]], 1)  # the last cell has no place in the window
-        return F.relu(self.hidden(x))
+        return torch.cat([x.flatten(1), box[:, :, -1]], 1)  # the last cell has no place in the window
 
 
 SDPA_KERNELS = {  # by --sdpa, in the order in which PyTorch tries them; MATH always runs
@@ -539,6 +539,7 @@ class TokenAttention(nn.Module):
         self.layer1 = AttentionLayer(width, sdpa, device)
         self.layer2 = AttentionLayer(width, sdpa, device)
         self.norm = nn.LayerNorm(width, device=device)
+        self.num_outputs = width
 
     def forward(self, tokens: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
         if tokens.device.type == "cpu":
@@ -551,40 +552,21 @@ class TokenAttention(nn.Module):
         return self.norm(self.layer2(x, query, mask)).squeeze(1)
 
 
-def lstm_steps(layer: nn.LSTM, x: torch.Tensor, state: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """nn.LSTM as its documentation has it: one matmul for the inputs of all steps, then one a step.
+def mingru(x: torch.Tensor, state: torch.Tensor, episode_start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MinGRU (Feng et al. 2024, appendix B): its gates see only the inputs, so all of its matmuls come before it.
 
-    x (T, B, width), state (B, 2 * width) of hidden and cell, keep (T, B, 1) bool -> hidden (T, B, width), state.
-    Under autocast the matmuls are in half precision, the state stays in float32.
+    x (T, B, 2 * width), state (B, width) before it, episode_start (T, B) bool -> states (T, B, width) and the last one.
+    All in float32, under autocast too. A state is zero where an episode starts.
     """
-    x = F.linear(x, layer.weight_ih_l0, layer.bias_ih_l0 + layer.bias_hh_l0).float()
-    hidden, cell = state.chunk(2, 1)
-    outputs = []
-    for x_t, keep_t in zip(x.unbind(), keep.unbind()):
-        hidden = hidden * keep_t
-        cell = cell * keep_t
-        i, f, g, o = (x_t + F.linear(hidden, layer.weight_hh_l0)).chunk(4, 1)
-        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
-        hidden = o.sigmoid() * cell.tanh()
-        outputs.append(hidden)
-    return torch.stack(outputs), torch.cat([hidden, cell], 1)
-
-
-def gru_steps(layer: nn.GRU, x: torch.Tensor, state: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same of nn.GRU, with state (B, width)."""
-    x = F.linear(x, layer.weight_ih_l0, layer.bias_ih_l0).float()
-    hidden = state
-    outputs = []
-    for x_t, keep_t in zip(x.unbind(), keep.unbind()):
-        hidden = hidden * keep_t
-        x_r, x_z, x_n = x_t.chunk(3, 1)
-        h_r, h_z, h_n = F.linear(hidden, layer.weight_hh_l0, layer.bias_hh_l0).chunk(3, 1)
-        r = (x_r + h_r).sigmoid()
-        z = (x_z + h_z).sigmoid()
-        n = (x_n + r * h_n).tanh()
-        hidden = (1 - z) * n + z * hidden
-        outputs.append(hidden)
-    return torch.stack(outputs), hidden
+    gate, candidate = x.float().chunk(2, 2)
+    z = gate.sigmoid()
+    new = z * torch.where(candidate >= 0, candidate + 0.5, candidate.sigmoid())
+    keep = (1 - z) * ~episode_start[:, :, None]
+    states = []
+    for new_t, keep_t in zip(new.unbind(), keep.unbind()):
+        state = torch.addcmul(new_t, keep_t, state)
+        states.append(state)
+    return torch.stack(states), state
 
 
 SHAPE_FLAGS = "--env-id, --env-config, --network, --rnn, --hidden-size"  # those that the shapes of the weights follow
@@ -605,23 +587,14 @@ class Agent(nn.Module):
         if args.network == "token-bag":
             self.encoder = TokenBag(view, width, device)
         elif args.network == "box-cnn":
-            self.encoder = BoxCNN(view, width, device)
+            self.encoder = BoxCNN(view, device)
         else:
             self.encoder = TokenAttention(view, width, args.sdpa, device)
-        self.rnn = None
-        self.state_size = 0
-        if args.rnn == "lstm":
-            self.rnn = nn.LSTM(width, width, device=device)
-            self.state_size = 2 * width
-        if args.rnn == "gru":
-            self.rnn = nn.GRU(width, width, device=device)
-            self.state_size = width
-        self.fixed_shapes = device.type != "cpu"  # a GPU would have to wait for shapes that depend on values
+        self.has_memory = args.rnn == "mingru"
+        self.state_size = width if self.has_memory else 0
+        self.hidden = nn.Linear(self.encoder.num_outputs, 2 * width if self.has_memory else width, device=device)
         self.num_actions = games.num_actions
         self.heads = nn.Linear(width, self.num_actions + 1, device=device)  # the policy's logits, then the value
-        if self.rnn is not None:
-            nn.init.orthogonal_(self.rnn.weight_ih_l0)
-            nn.init.orthogonal_(self.rnn.weight_hh_l0)
         nn.init.orthogonal_(self.heads.weight[:-1], 0.01)
         nn.init.orthogonal_(self.heads.weight[-1:], 1.0)
         nn.init.zeros_(self.heads.bias)
@@ -630,39 +603,16 @@ class Agent(nn.Module):
         steps_and_agents = tokens.shape[:2]
         tokens = tokens.flatten(0, 1)
         heading = self.view.heading(tokens)
-        x = self.encoder(tokens, heading).unflatten(0, steps_and_agents)
-        if self.rnn is not None:
-            x, state = self.recurrent(x, state, episode_start)
+        x = self.hidden(self.encoder(tokens, heading)).unflatten(0, steps_and_agents)
+        if self.has_memory:
+            x, state = mingru(x, state, episode_start)
+        else:
+            x = F.relu(x)
         logits, value = self.heads(x).float().split([self.num_actions, 1], 2)
         if self.view.orientation is not None:
             seen_action = self.view.seen_action[heading].unflatten(0, steps_and_agents)
             logits = logits.gather(2, seen_action)
-        return logits, value.squeeze(2), state.float()
-
-    def recurrent(self, x: torch.Tensor, state: torch.Tensor, episode_start: torch.Tensor) -> tuple:
-        """Outputs (T, B, width) and the state after them. The state is zero where an episode starts."""
-        if not self.fixed_shapes:
-            return self.recurrent_by_episodes(x, state, episode_start)
-        # The layer itself would compute in float16 on CUDA, under autocast in bfloat16 too, and gradients vanish there.
-        steps = lstm_steps if isinstance(self.rnn, nn.LSTM) else gru_steps
-        return steps(self.rnn, x, state, ~episode_start[:, :, None])
-
-    @torch.compiler.disable  # it would compile again for each pattern of episode starts
-    def recurrent_by_episodes(self, x: torch.Tensor, state: torch.Tensor, episode_start: torch.Tensor) -> tuple:
-        """As many steps in one call of the layer as no episode starts in. On a CPU an LSTM learns 1.6 times as fast."""
-        starts = (episode_start[1:].any(1).nonzero().flatten() + 1).tolist()
-        outputs = []
-        for start, end in pairwise([0, *starts, len(x)]):
-            state = (state * ~episode_start[start, :, None])[None]
-            if isinstance(self.rnn, nn.LSTM):
-                hidden, cell = state.chunk(2, 2)
-                output, state = self.rnn(x[start:end], (hidden.contiguous(), cell.contiguous()))
-                state = torch.cat(state, 2)
-            else:
-                output, state = self.rnn(x[start:end], state)
-            state = state[0]
-            outputs.append(output)
-        return torch.cat(outputs), state
+        return logits, value.squeeze(2), state
 
 
 # ------------------------------------------------------------------------------------------------ the algorithm
@@ -1331,6 +1281,20 @@ def init_adam(optimizer: torch.optim.Optimizer) -> None:
         }
 
 
+def muon_step(muon: torch.optim.Muon, learning_rate: torch.Tensor) -> None:
+    """A step of Muon (Jordan et al. 2024) with a learning rate that is a tensor; its own is 1.
+
+    A CUDA graph would freeze a number. Gradients that overflowed in float16 count as zero.
+    """
+    weights = muon.param_groups[0]["params"]
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.grad.nan_to_num_(0, 0, 0)
+    muon.step()
+    for weight, old in zip(weights, before):
+        weight.detach().copy_(old.lerp(weight.detach(), learning_rate))
+
+
 def peak_memory_gib(device: torch.device) -> float | None:
     """The most that this run has taken: of the GPU, or of the machine (None on Windows, which does not tell)."""
     if device.type == "cuda":
@@ -1404,9 +1368,15 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     can_save_envs = args.env_id != "mettagrid" and isinstance(envs, LocalEnvs) and RANKS == 1
     weights = list(agent.parameters())
     use_graphs = args.cudagraph and device.type == "cuda" and args.vec_env == "device" and RANKS == 1
+    by_muon = [agent.hidden.weight] if args.muon_learning_rate else []
+    by_adam = [weight for weight in weights if not any(weight is other for other in by_muon)]
+    muon_learning_rate = torch.tensor(args.muon_learning_rate, device=device)
+    muon = torch.optim.Muon([{"params": by_muon}], lr=1.0, weight_decay=0.0)
     learning_rate = torch.tensor(args.learning_rate, device=device)
-    optimizer = torch.optim.Adam(weights, lr=learning_rate, eps=1e-5, fused=True, capturable=use_graphs)
+    optimizer = torch.optim.Adam(by_adam, lr=learning_rate, eps=1e-5, fused=True, capturable=use_graphs)
     init_adam(optimizer)
+    for weight in by_muon:
+        muon.state[weight] = {"momentum_buffer": torch.zeros_like(weight)}  # as its first step would make it
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     generator = torch.Generator(device).manual_seed(games_seed(args.seed, starts))
     rollout = Rollout(args, obs, agent.state_size, device)
@@ -1446,6 +1416,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         checkpoint = {
             "agent": agent.state_dict(),
             "optimizer": optimizer.state_dict()["state"],
+            "muon": muon.state_dict()["state"],
             "scaler": scaler.state_dict(),
             "device": device.type,
             "generator": generator.get_state(),
@@ -1476,7 +1447,8 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         if not same_device:  # random numbers are of another kind there
             del expected["device"]
             del expected["generator"]
-        check_layout(asked, checkpoint, expected, f"{SHAPE_FLAGS}, --instances, --size, --agents and --num-envs")
+        flags = f"{SHAPE_FLAGS}, --muon-learning-rate, --instances, --size, --agents and --num-envs"
+        check_layout(asked, checkpoint, expected, flags)
         try:
             if same_device:
                 torch.Generator(device).set_state(checkpoint["generator"])
@@ -1493,6 +1465,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             fail(f"{asked}: its run is over after {global_step:,} steps and {seconds_before:.0f} s; {advice}")
         copy_tensors(expected["agent"], checkpoint["agent"])
         copy_tensors(expected["optimizer"], checkpoint["optimizer"])
+        copy_tensors(expected["muon"], checkpoint["muon"])
         if "scaler" in expected:
             scaler.load_state_dict(checkpoint["scaler"])
         if load_envs:
@@ -1657,7 +1630,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             mb_advantage = mb_advantage / (mean_over_ranks(mb_advantage.square().mean()).sqrt() + 1e-8)
         if args.prio_alpha:
             mb_advantage = mb_advantage * (num_segments * probability[segments]) ** -prio_beta
-        optimizer.zero_grad()
+        agent.zero_grad()
         for i in range(args.grad_accumulation):
             part = slice(i, None, args.grad_accumulation)
             part_index = index[:, part]
@@ -1672,8 +1645,10 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             part_losses[i] = losses
         average_gradients(weights)  # before `unscale_`, so that all ranks skip an update that overflows in float16
         scaler.unscale_(optimizer)
+        scaler.unscale_(muon)
         nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
         scaler.step(optimizer)
+        muon_step(muon, muon_learning_rate)
         scaler.update()
         losses = mean_over_ranks(part_losses.mean(0))
         approx_kl.copy_(losses[3])
@@ -1779,7 +1754,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         example = [*rollout.minibatch(segments[part], index[:, part]), *targets]
         loss_step = try_compile(minibatch_loss, args.compile_mode, *example)
         loss_step(*example)[0].backward()
-        optimizer.zero_grad()
+        agent.zero_grad()
         if can_save_envs and envs.games.fixed_shapes:  # on a CPU the games do less than what fixed shapes ask for
             before = {name: tensor.clone() for name, tensor in envs.games.state_dict().items()}
             no_action = torch.zeros(num_agents, dtype=torch.int64, device=device)
@@ -1816,7 +1791,9 @@ def run(args: Args, cleanup: ExitStack) -> dict:
             # 3 learn
             run_fraction = min(progress(), 1)
             if args.anneal_lr:
-                learning_rate.fill_(args.learning_rate * 0.5 * (1 + math.cos(math.pi * run_fraction)))
+                left = 0.5 * (1 + math.cos(math.pi * run_fraction))
+                learning_rate.fill_(args.learning_rate * left)
+                muon_learning_rate.fill_(args.muon_learning_rate * left)
             ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * run_fraction)
             prio_beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * run_fraction)
             learn()

@@ -91,22 +91,10 @@ def metta_mflops(variants: list[str], device: str) -> list[float]:
         width = table[1]
         return 2 * math.prod(rows) * width
 
-    def lstm(x, input_weight, hidden_weight, *_, **__) -> int:
-        steps = math.prod(x[:2])
-        weights = math.prod(input_weight) + math.prod(hidden_weight)
-        return 2 * steps * weights
-
-    def cudnn_rnn(x, shapes, *_, **__) -> int:
-        steps = math.prod(x[:2])
-        weights = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-        return 2 * steps * weights
-
     aten = torch.ops.aten
     uncounted = {  # by PyTorch itself
         aten._embedding_bag: bag,
         aten._embedding_bag_forward_only: bag,
-        aten.mkldnn_rnn_layer: lstm,
-        aten._cudnn_rnn: cudnn_rnn,
     }
     mflops = []
     for flags in variants:

@@ -30,19 +30,18 @@ from benchmarks.sb3_peers import sb3_arena_rate
 
     A run does one after the other, so "rollouts" is its steps per second of the time spent on them, games included, and
     "learning" those of the rest of its time; epochs and batches are the defaults. MFLOP are those of one decision of an
-    agent, the forward pass; the width closest to 0.5 costs what the LSTM of PufferLib's figure (published.md) does.
+    agent, the forward pass; the memory closest to 0.5 costs what the LSTM of PufferLib's figure (published.md) does.
     Wanted on two cores, end to end: 10,000 at the defaults, 25,000 at 0.5 MFLOP.
     """,
 )
 def metta_speed(options: Options, device: torch.device) -> tuple[str, dict]:
-    widths = [f"--hidden-size {width}" for width in range(64, 321, 16)]
-    variants = ["", *widths, "--rnn gru", "--rnn none"]
+    widths = [f"--rnn mingru --hidden-size {width}" for width in range(64, 401, 16)]
+    others = ["", "--hidden-size 256", "--rnn mingru"]
+    variants = [*others, *widths]
     found = harness.in_subprocess(metta_mflops, variants=variants, device=device.type)
     mflops = dict(zip(variants, found))
     half = min(widths, key=lambda flags: abs(mflops[flags] - 0.5))
-    variants = ["", half]
-    if not options.fast:
-        variants += ["--hidden-size 256", "--rnn gru", "--rnn none"]
+    variants = ["", half] if options.fast else [*others, half]
     base = f"{SPEED_RUN} --max-seconds {5 if options.fast else 6}"
     calls = {flags: partial(metta_run, f"{base} {flags}".strip(), options) for flags in variants}
     seconds = 1 if options.fast else 2
@@ -82,22 +81,21 @@ def metta_run_by_phase(flags: str, options: Options) -> dict:
     caption="""
     `ppo_metta.py` beside SB3's PPO in the arena: same games at once, network, batch, minibatch and epochs.
 
-    No memory on either side, for SB3's PPO has none. SB3 gets the arena twice: as our batched games, in a `VecEnv` made
-    for this table, and as it usually would, from the rule book in Python, one arena after another. It runs with the
-    faster of one and all threads. "×" is ours to it, within a round; 5 is wanted. Microseconds are of one agent's step
-    and say where the ratio comes from; the rest of rollouts is acting and storing.
+    Neither has memory. SB3 gets the arena twice: as our batched games, in a `VecEnv` made for this table, and as it
+    usually would, from the rule book in Python, one arena after another. It runs with the faster of one and all
+    threads. "×" is ours to it, within a round; 5 is wanted. Microseconds are of one agent's step and say where the
+    ratio comes from; the rest of rollouts is acting and storing.
     """,
 )
 def metta_peer(options: Options, device: torch.device) -> tuple[str, dict]:
-    flags = "--rnn none"
     seconds = 3 if options.fast else 6
-    peer = partial(harness.in_subprocess, sb3_arena_rate, flags=flags, seconds=seconds, device=device.type)
+    peer = partial(harness.in_subprocess, sb3_arena_rate, flags="", seconds=seconds, device=device.type)
     trials = {}
     for threads in sorted({1, torch.get_num_threads()}):
         trials[threads] = peer(rule_book=False, threads=threads)
     threads = max(trials, key=lambda threads: trials[threads]["env_steps_per_second"])
     calls = {
-        "ours": lambda: metta_run_by_phase(f"{SPEED_RUN} --max-seconds {seconds + 1} {flags}", options),
+        "ours": lambda: metta_run_by_phase(f"{SPEED_RUN} --max-seconds {seconds + 1}", options),
         "SB3's PPO, our batched arena": lambda: peer(rule_book=False, threads=threads),
         "SB3's PPO, the rule book": lambda: peer(rule_book=True, threads=threads),
     }
@@ -111,7 +109,7 @@ def metta_peer(options: Options, device: torch.device) -> tuple[str, dict]:
         if name in compared:
             row[2] = median_min_max(compared[name], 1)
         else:
-            row[0] = f"`ppo_metta.py {flags}`"
+            row[0] = "`ppo_metta.py`"
         rows.append(row)
     text = markdown_table("who | agent steps/s | × | µs: games | rest of rollouts | learning", rows)
     text += f"\n\nThreads of SB3: {threads}."
@@ -199,8 +197,7 @@ def metta_switches(device: torch.device) -> list[str]:
     switches = [
         "",
         "--bf16",
-        "--rnn gru",
-        "--rnn none",
+        "--rnn mingru",
         "--hidden-size 256",
         "--network box-cnn",
         "--network token-attention --max-seconds 20",
@@ -226,7 +223,7 @@ def metta_switches(device: torch.device) -> list[str]:
     """,
 )
 def diagnose(options: Options, device: torch.device) -> tuple[str, dict]:
-    switches = ["", "--rnn none"] if options.fast else metta_switches(device)
+    switches = ["", "--rnn mingru"] if options.fast else metta_switches(device)
     base = f"{SPEED_RUN} --max-seconds {5 if options.fast else 8}"
     settings = {"seconds": 0.3 if options.fast else 1, "device": device.type}
     calls = {}

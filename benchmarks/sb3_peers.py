@@ -262,11 +262,12 @@ class MettaView(torch.nn.Module):
         network = metta_network(args, example, torch.device(device))
         self.view = network.view
         self.encoder = network.encoder
+        self.hidden = network.hidden
         self.features_dim = args.hidden_size
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         tokens = obs.byte()
-        return self.encoder(tokens, self.view.heading(tokens))
+        return torch.relu(self.hidden(self.encoder(tokens, self.view.heading(tokens))))
 
 
 def arena_view(args: ppo_metta.Args, device: torch.device) -> TokenView:
@@ -418,14 +419,14 @@ def sb3_arena_curve(
     """`learning_curve` of SB3's PPO in the arena: mean hearts."""
     from stable_baselines3 import PPO
 
-    args = metta_args("--rnn none", device)
+    args = metta_args("", device)
     where = torch.device(device)
     view = arena_view(args, where) if tuned else None
 
     def make_model() -> Any:
         if tuned:
             games = sb3_arena_envs(args, False, where, seen_actions=True)
-            return sb3_arena_agent("--rnn none", games, threads, device, seed)
+            return sb3_arena_agent("", games, threads, device, seed)
         torch.set_num_threads(threads)
         games = sb3_arena_envs(metta_args("--num-envs 1 --reward-scale 1", device), True, where)
         return PPO("MlpPolicy", games, device=device, seed=seed)

@@ -18,7 +18,7 @@ NO_FAKE = "a fake CUDA needs Linux, g++ and a PyTorch without CUDA"
 CAN_FAKE = sys.platform == "linux" and shutil.which("g++") is not None and torch.version.cuda is None
 COMMON = "--threads 1 --log-every 0.001 --eval-every 0 --checkpoint-every 0"
 FLAGS = {
-    "ppo_metta": "--agents 6 --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 2 --rnn lstm"
+    "ppo_metta": "--agents 6 --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 2 --rnn mingru"
     " --hidden-size 16 --eval-episodes 6",
     "dqn_snake": "--board 4x4 --num-envs 8 --batch-size 16 --learning-starts 8 --buffer-size 800 --hidden-size 16"
     " --exploration-fraction 1 --eval-episodes 8",

@@ -44,7 +44,7 @@ COMPAT = dict(
 )  # fmt: skip
 METTA = dict(
     num_envs=2, size=10, agents=2, num_steps=4, num_minibatches=2, bptt_horizon=2, total_timesteps=16 * 7,
-    rnn="lstm", hidden_size=8, ent_coef=0.1,
+    rnn="mingru", hidden_size=8, ent_coef=0.1,
 )  # fmt: skip
 MARIO = dict(
     num_collectors=0, envs_per_collector=6, ring_blocks=4, size=48, channels=4, hidden_size=16, batch_size=8,
@@ -69,7 +69,7 @@ COMBINATIONS = {
         {}, *HALF, {"gradient_steps": -1}, {"policy": "transformer"}, {"policy": "transformer", "bf16": True},
     ],
     ppo_metta: [
-        {}, *HALF, {"rnn": "gru"}, {"rnn": "none"}, {"rnn": "gru", "bf16": True}, {"rnn": "none", "bf16": True},
+        {}, *HALF, {"rnn": "none"}, {"rnn": "none", "bf16": True}, {"muon_learning_rate": 0.0},
         {"network": "box-cnn"}, {"network": "token-attention", "rnn": "none"},
         {"network": "token-attention", "bf16": True}, {"grad_accumulation": 2}, {"prio_alpha": 0.6},
         {"prio_alpha": 0.6, "grad_accumulation": 2, "fp16": True, "update_epochs": 2, "target_kl": 1.0},

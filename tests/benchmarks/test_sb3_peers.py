@@ -158,9 +158,10 @@ def test_sb3_in_the_arena_has_our_loss_of_our_network() -> None:
     ours, theirs = metta_parts.metta_network(args, ppo_metta.make_games(args, 1, CPU, 1), CPU), model.policy
     start = [float(head.weight.detach().norm()) for head in (ours.heads, theirs.action_net, theirs.value_net)]
     assert start[0] == pytest.approx((start[1] ** 2 + start[2] ** 2) ** 0.5)
-    start = [float(of.hidden.weight.detach().std()) for of in (ours.encoder, theirs.features_extractor.encoder)]
+    start = [float(of.hidden.weight.detach().std()) for of in (ours, theirs.features_extractor)]
     assert start[0] == pytest.approx(start[1], rel=0.2)
     ours.encoder.load_state_dict(theirs.features_extractor.encoder.state_dict())
+    ours.hidden.load_state_dict(theirs.features_extractor.hidden.state_dict())
     with torch.no_grad():
         ours.heads.weight.copy_(torch.cat([theirs.action_net.weight, theirs.value_net.weight]))
 

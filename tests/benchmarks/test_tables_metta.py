@@ -80,7 +80,7 @@ def test_every_command_of_the_arena_is_understood(arena, name, device) -> None:
 
 def test_the_width_of_half_a_megaflop_is_found(arena) -> None:
     text, _ = metta_speed.metta_speed(Options(fast=True), CPU)
-    assert cells(text)["default"][0] == "0.40" and cells(text)["`--hidden-size 160`"][0] == "0.50"
+    assert cells(text)["default"][0] == "0.40" and cells(text)["`--rnn mingru --hidden-size 160`"][0] == "0.50"
     assert cells(text)["default"][1:4] == ["24,000 (24,000–24,000)", "24,000 (24,000–24,000)", "12,000 (12,000–12,000)"]
 
 
@@ -89,7 +89,7 @@ def test_sb3_s_ppo_runs_with_its_faster_threads(arena) -> None:
     rows = cells(text)
     assert rows["SB3's PPO, our batched arena"][:2] == ["4,000 (4,000–4,000)", "3.0 (3.0–3.0)"]
     assert rows["SB3's PPO, the rule book"][1:] == ["6.0 (6.0–6.0)", "100.0", "60.0", "90.0"]
-    assert rows["`ppo_metta.py --rnn none`"][1:] == ["", "16.7", "50.0", "16.7"]
+    assert rows["`ppo_metta.py`"][1:] == ["", "16.7", "50.0", "16.7"]
     assert text.endswith("Threads of SB3: 1.") and raw["ratios"]["SB3's PPO, the rule book"] == [6.0, 6.0]
 
 
@@ -132,10 +132,10 @@ def test_percentiles_are_of_the_calls_that_count() -> None:
 def test_operations_are_those_of_the_layers() -> None:
     others = [f"--num-envs 2 --network {network}" for network in ("box-cnn", "token-attention")]
     assert min(metta_parts.metta_mflops(others, "cpu")) > 1
-    lstm, none, wide = metta_parts.metta_mflops(
-        [f"--num-envs 2 {flags}" for flags in ("--hidden-size 32 --rnn lstm", "--hidden-size 32", "")], "cpu"
+    mingru, none, wide = metta_parts.metta_mflops(
+        [f"--num-envs 2 {flags}" for flags in ("--hidden-size 32 --rnn mingru", "--hidden-size 32", "")], "cpu"
     )
-    assert 1e6 * (lstm - none) == pytest.approx(2 * 4 * 32 * 64)
+    assert 1e6 * (mingru - none) == pytest.approx(2 * 32 * 32)
     tokens = (1e6 * none - 2 * 32 * (32 + 26)) / (2 * 32)  # what is left is the bag's
     assert 10 < tokens < 200 and 1e6 * wide == pytest.approx(2 * 128 * (tokens + 128 + 26))
 
@@ -186,15 +186,33 @@ def test_what_ppo_learns_stands_beside_players_that_do_not(arena, monkeypatch) -
         args = ppo_metta.parse_args(flags.split())
         if args.threads == 1:
             both.wait()  # nobody gets here alone: the two play beside each other
-        return summary_of(flags, options, script) | {"eval_score_mean": args.seed + 10.0 * (args.rnn == "lstm")}
+        return summary_of(flags, options, script) | {"eval_score_mean": args.seed + 10.0 * (args.rnn == "mingru")}
 
     monkeypatch.setattr(harness, "run", run)
     text, raw = metta.metta_learn_arena(Options(repeats=2), CPU)
     assert cells(text)["`--rnn none`"][:5] == ["1.00 · 2.00", "1.50", "0.50", "12.0", "12%"]
-    assert cells(text)["`--rnn lstm`"][:5] == ["11.00 · 12.00", "11.50", "0.50", "12.0", "96%"]
+    assert cells(text)["`--rnn mingru`"][:5] == ["11.00 · 12.00", "11.50", "0.50", "12.0", "96%"]
     assert sum("--threads 1" in flags for flags in arena) == 4
     text, raw = metta.metta_learn_real(Options(repeats=2), CPU)
     game = f"{metta_parts.REAL_METTAGRID} --num-workers 0"
     assert cells(text)[f"`{game} --rnn none`"][1:5] == ["1.50", "0.50", "–", "–"]
     assert sum("--threads 1" in flags for flags in arena) == 8
+    json.dumps(raw)
+
+
+def test_half_hours_of_the_arena_run_in_pairs_and_an_hour_last(arena, monkeypatch) -> None:
+    monkeypatch.setattr(harness, "in_subprocess", lambda function, **_: 12.0)
+    summary_of = harness.run
+    pairs = threading.Barrier(2, timeout=20)
+
+    def run(flags: str, options: Options, script: str) -> dict:
+        args = ppo_metta.parse_args(flags.split())
+        pairs.wait()  # nobody gets here alone
+        return summary_of(flags, options, script) | {"eval_score_mean": args.seed + args.max_seconds / 100}
+
+    monkeypatch.setattr(harness, "run", run)
+    text, raw = metta.metta_learn_long(Options(repeats=3), CPU)
+    assert cells(text)["`--max-seconds 1800 --seed 3`"][:3] == ["21.00", "12.0", "175%"]
+    assert cells(text)["`--max-seconds 3600 --seed 1`"][0] == "37.00"
+    assert len(arena) == 4 and all("--threads 1" in flags for flags in arena)
     json.dumps(raw)

@@ -53,7 +53,8 @@ OTHER_GAMES = [
     ("ppo_metta", dict(num_envs=8)),
     ("ppo_metta", dict(agents=7)),
     ("ppo_metta", dict(env_id="MettaNavigation-v0")),
-    ("ppo_metta", dict(rnn="gru")),
+    ("ppo_metta", dict(rnn="none")),
+    ("ppo_metta", dict(muon_learning_rate=0.0)),
     ("dqn_mario_async", dict(stack=3)),
 ]
 

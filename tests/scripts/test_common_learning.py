@@ -40,7 +40,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(script, capsys,
     """The step size is far too large. The first update alone leaves finite weights."""
     one_update = dict(num_minibatches=1, update_epochs=1) if script.name.startswith("ppo") else {}
     if script.name == "ppo_metta":
-        one_update["rnn"] = "none"  # the gates of an LSTM saturate, and its weights stay finite
+        one_update["rnn"] = "none"  # the gates of a memory saturate, and its weights stay finite
     capsys.readouterr()
     with pytest.raises(SystemExit) as error:
         script.run(learning_rate=1e18, log_every=log_every, checkpoint_every=1e-9, **one_update)
