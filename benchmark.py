@@ -16,7 +16,6 @@ Suites, with their tables, and how long they take on two cores:
                                                                                         52 minutes
     metta-learn: metta-learn-arena, metta-learn-navigation, metta-learn-real:
         hearts after ten minutes of the arena, navigation and MettaGrid                  2 hours
-    metta-learn-long: hearts after 30 and 60 minutes of the arena                       95 minutes
     diagnose: speed, latency and memory of ppo_metta.py before and after each switch    30 minutes
     mario: mario-env, mario-async, mario-switches: games, emulator and collectors; collecting beside learning;
         collectors, games, batches and weights of dqn_mario_async.py                    35 minutes

@@ -112,8 +112,8 @@ class Args:
     """width of the layers and of the memory"""
     learning_rate: float = 3e-3
     """Adam's learning rate"""
-    muon_learning_rate: float = 0.02
-    """Muon's, for the matrix of the hidden layer (0: Adam learns it too)"""
+    muon_learning_rate: float | None = None
+    """Muon's, for the matrix of the hidden layer; 0: Adam learns it too (None: 0 in the real MettaGrid, else 0.02)"""
     anneal_lr: bool = True
     """let the learning rates fall to zero over the run, as half a cosine"""
     num_steps: int = 32
@@ -262,6 +262,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         args.rewards = "work" if args.env_id == "MettaArena-v0" else "shaped"
     if args.update_epochs is None:
         args.update_epochs = 2 if is_real else 1
+    if args.muon_learning_rate is None:
+        args.muon_learning_rate = 0.0 if is_real else 0.02
     if args.gamma is None:
         args.gamma = GAMMA[args.env_id]
     if args.ent_coef is None:

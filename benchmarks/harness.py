@@ -27,7 +27,6 @@ SUITES = {
     "sb3": ["sb3-speed", "sb3-learn", "sweep"],
     "metta": ["metta-env", "metta-hearts", "metta-speed", "metta-peer", "metta-subproc", "metta-presets"],
     "metta-learn": ["metta-learn-arena", "metta-learn-navigation", "metta-learn-real"],
-    "metta-learn-long": ["metta-learn-long"],
     "mario": ["mario-env", "mario-async", "mario-switches"],
     "bf16": ["bf16"],
     "busy": ["busy"],

@@ -200,41 +200,6 @@ def metta_learn_arena(options: Options, device: torch.device) -> tuple[str, dict
 
 
 @table(
-    "metta-learn-long",
-    caption="""
-    The arena as in metta-learn-arena, for 30 minutes a seed and for 60 once, two runs at a time on a core each.
-
-    Wanted on two cores within 30 minutes: 24 hearts, more than the scripted player has.
-    """,
-)
-def metta_learn_long(options: Options, device: torch.device) -> tuple[str, dict]:
-    half_hour = 20 if options.fast else 1800
-    jobs = [(half_hour, seed) for seed in options.seeds] + [(2 * half_hour, 1)]
-
-    def learn(job: tuple[int, int]) -> dict:
-        seconds, seed = job
-        return metta_run(f"--max-seconds {seconds} --eval-every 0 --threads 1 --seed {seed}", options)
-
-    with ThreadPoolExecutor(2) as pool:
-        runs = list(pool.map(learn, jobs))
-    by_script = harness.in_subprocess(scripted_hearts, flags="", agent_episodes=120)
-    rows = []
-    for (seconds, seed), run in zip(jobs, runs):
-        hearts = run["eval_score_mean"]
-        row = [
-            f"`--max-seconds {seconds} --seed {seed}`",
-            f"{hearts:.2f}",
-            f"{by_script:.1f}",
-            f"{hearts / by_script:.0%}",
-            f"{run['env_steps']:,}",
-            f"{run['env_steps_per_second']:,.0f}",
-        ]
-        rows.append(row)
-    text = markdown_table("flags | hearts | scripted | of scripted | agent steps | agent steps/s", rows)
-    return text, {"runs": runs, "scripted": by_script}
-
-
-@table(
     "metta-learn-navigation",
     caption="""
     Navigation as in metta-learn-arena. Wanted on two cores: 25 hearts.

@@ -96,8 +96,8 @@ def learned_hearts() -> dict[str, tuple[str, str]]:
     learned = {}
     for flags, name in games.items():
         found = results(f"metta-learn-{name}")
-        default, with_lstm = found["runs"].values()
-        assert len(default) == len(with_lstm) == 3 and hearts(default) > hearts(with_lstm)
+        default, with_memory = found["runs"].values()
+        assert len(default) == len(with_memory) == 3 and hearts(default) > hearts(with_memory)
         assert all("--threads 1" in one["flags"] and "--rnn none" in one["flags"] for one in default)
         others = f"a scripted player {found['scripted']:.1f}, " if found["scripted"] else ""
         others += f"random play {found['random']:.1f}"
@@ -324,8 +324,8 @@ def sb3_compat_page() -> list[str]:
 def metta_page() -> list[str]:
     """What the text of metta.md says."""
     phrases = []
-    none, lstm = results("metta-learn-arena")["runs"].values()
-    phrases.append(f"Without memory it makes {median(none) / median(lstm):.2f} times the steps")
+    none, mingru = results("metta-learn-arena")["runs"].values()
+    phrases.append(f"Without memory it makes {median(none) / median(mingru):.2f} times the steps")
 
     presets = results("metta-presets")["runs"]
     original, fast = presets[:3], presets[3:]

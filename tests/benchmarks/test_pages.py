@@ -51,10 +51,9 @@ def runs(*summaries: dict) -> Callable:
     return lambda flags, options, script="dqn_snake.py": by_flags[" ".join(flags.split())]
 
 
-def curves(found: dict, ours: list[str]) -> dict[str, Callable]:
+def curves(found: dict, ours: list[str], seeds: int) -> dict[str, Callable]:
     """In place of runs of ours and of SB3: the curves that they had then."""
-    seeds = zip(*(found["curves"][name] for name in ours))
-    waiting = [curve for one_seed in seeds for curve in one_seed]
+    waiting = [found["curves"][name][seed] for seed in range(seeds) for name in ours]
 
     def theirs(function: Callable, seed: int, name: str = "", tuned: bool = False, **_: Any) -> list:
         name = name or f"SB3's PPO, {'our settings' if tuned else 'defaults'}"
@@ -130,8 +129,6 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
         games = {flags: game for game, flags in (ARENAS | {"MettaGrid": REAL_METTAGRID}).items()}
         players = {random_hearts: "random", scripted_hearts: "scripted"}
         return {IN_SUBPROCESS: lambda player, flags, agent_episodes: found["hearts"][players[player]][games[flags]]}
-    if name == "metta-learn-long":
-        return {RUN: runs(*found["runs"]), IN_SUBPROCESS: lambda *_, **__: found["scripted"]}
     if name.startswith("metta-learn"):
         hearts = {random_hearts: found["random"], scripted_hearts: found["scripted"]}
         summaries = [one for each in found["runs"].values() for one in each]
@@ -184,7 +181,8 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
             WALL_CLOCK_CURVE: lambda folder, tag: by_run[folder.name][curve_of[tag]],
             IN_SUBPROCESS: lambda *_, run=None, **__: by_run[Path(run).name]["ends"] if run else found["random"],
         }
-    return curves(found, [who for who in found["curves"] if not who.startswith("SB3")])
+    seeds = {"time-to-score": 3, "time-to-score-ppo": 3, "time-to-hearts": 1, "time-to-distance": 1}[name]
+    return curves(found, [who for who in found["curves"] if not who.startswith("SB3")], seeds)
 
 
 def again(name: str, monkeypatch) -> str:

@@ -198,21 +198,3 @@ def test_what_ppo_learns_stands_beside_players_that_do_not(arena, monkeypatch) -
     assert cells(text)[f"`{game} --rnn none`"][1:5] == ["1.50", "0.50", "–", "–"]
     assert sum("--threads 1" in flags for flags in arena) == 8
     json.dumps(raw)
-
-
-def test_half_hours_of_the_arena_run_in_pairs_and_an_hour_last(arena, monkeypatch) -> None:
-    monkeypatch.setattr(harness, "in_subprocess", lambda function, **_: 12.0)
-    summary_of = harness.run
-    pairs = threading.Barrier(2, timeout=20)
-
-    def run(flags: str, options: Options, script: str) -> dict:
-        args = ppo_metta.parse_args(flags.split())
-        pairs.wait()  # nobody gets here alone
-        return summary_of(flags, options, script) | {"eval_score_mean": args.seed + args.max_seconds / 100}
-
-    monkeypatch.setattr(harness, "run", run)
-    text, raw = metta.metta_learn_long(Options(repeats=3), CPU)
-    assert cells(text)["`--max-seconds 1800 --seed 3`"][:3] == ["21.00", "12.0", "175%"]
-    assert cells(text)["`--max-seconds 3600 --seed 1`"][0] == "37.00"
-    assert len(arena) == 4 and all("--threads 1" in flags for flags in arena)
-    json.dumps(raw)

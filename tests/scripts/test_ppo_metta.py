@@ -1144,6 +1144,7 @@ def test_defaults_follow_the_game_unless_a_flag_or_preset_says_otherwise() -> No
     games = "MettaArena-v0", "MettaNavigation-v0", "mettagrid"
     chosen = [fill_defaults(Args(device="cpu", env_id=game), CPU) for game in games]
     assert [args.gamma for args in chosen] == [0.97, 0.95, 0.9]
+    assert [args.muon_learning_rate for args in chosen] == [0.02, 0.02, 0.0]
     assert [args.num_envs for args in chosen] == [128, 128, 32]
     assert [args.num_minibatches for args in chosen] == [16, 16, 16]
     assert [args.vec_env for args in chosen] == ["device", "device", "subproc"]
