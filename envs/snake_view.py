@@ -130,10 +130,11 @@ class EgocentricView:
     def locate(self, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Flat codes (B, cells), orientation, head cell, and the positions of cell 0 and of the food, (B,) each."""
         codes = obs.flatten(1)
+        # Not bytes: on AVX2 torch.compile gets their argmax wrong (pytorch/pytorch#191499).
         is_head = codes >= HEAD
-        head = is_head.byte().argmax(1)
+        head = is_head.int().argmax(1)
         is_food = codes == FOOD
-        food = is_food.byte().argmax(1)
+        food = is_food.int().argmax(1)
         head_code = codes.gather(1, head[:, None]).squeeze(1)
         heading = head_code.int() - HEAD
         orientation = 2 * heading

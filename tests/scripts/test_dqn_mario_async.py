@@ -1300,10 +1300,10 @@ def test_flags_that_name_files_come_from_the_command_line_alone(run, monkeypatch
 
 
 @pytest.mark.slow
-def test_it_learns_in_a_minute(tmp_path) -> None:
-    """Random play gets about 150 pixels far; half a machine should reach a good part of a level's 1,100."""
-    flags = dict(max_seconds=75, eval_episodes=50, eval_every=0, video=False, device="cpu", run_dir=str(tmp_path))
-    assert main(Args(**flags))["eval_distance_mean"] > 400
+def test_it_learns_in_minutes(tmp_path) -> None:
+    """Random play gets about 150 pixels far, "right, run and jump" for ever 507, a level is 1,100 long."""
+    flags = dict(max_seconds=150, eval_episodes=50, eval_every=0, video=False, device="cpu", run_dir=str(tmp_path))
+    assert main(Args(**flags))["eval_distance_mean"] > 600
 
 
 def two_cores_are_free() -> bool:
