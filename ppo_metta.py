@@ -1283,18 +1283,41 @@ def init_adam(optimizer: torch.optim.Optimizer) -> None:
         }
 
 
-def muon_step(muon: torch.optim.Muon, learning_rate: torch.Tensor) -> None:
-    """A step of Muon (Jordan et al. 2024) with a learning rate that is a tensor; its own is 1.
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum, with steps brought near an orthogonal matrix (Jordan et al. 2024).
 
-    A CUDA graph would freeze a number. Gradients that overflowed in float16 count as zero.
+    torch.optim.Muon multiplies in bfloat16: on a CPU without units for that it took a quarter of a run. Its learning
+    rate is a number, which a CUDA graph would freeze. Gradients that overflowed in float16 count as zero.
     """
-    weights = muon.param_groups[0]["params"]
-    before = [weight.detach().clone() for weight in weights]
-    for weight in weights:
-        weight.grad.nan_to_num_(0, 0, 0)
-    muon.step()
-    for weight, old in zip(weights, before):
-        weight.detach().copy_(old.lerp(weight.detach(), learning_rate))
+
+    MOMENTUM = 0.95
+
+    def __init__(self, weights: list[torch.Tensor], lr: torch.Tensor) -> None:
+        super().__init__([{"params": weights}], {"lr": lr})
+        for weight in weights:
+            self.state[weight] = {"momentum_buffer": torch.zeros_like(weight)}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for weight, state in self.state.items():
+            grad = weight.grad.nan_to_num(0, 0, 0)
+            momentum = state["momentum_buffer"]
+            momentum.lerp_(grad, 1 - self.MOMENTUM)
+            update = orthogonalize(grad.lerp(momentum, self.MOMENTUM))
+            rows, columns = weight.shape
+            weight.sub_(self.defaults["lr"] * max(1, rows / columns) ** 0.5 * update)
+
+
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix with singular values near 1, by five rounds of a polynomial of theirs (Newton-Schulz)."""
+    rows, columns = matrix.shape
+    if rows > columns:  # products of the shorter side are cheaper
+        return orthogonalize(matrix.T).T
+    x = matrix / (matrix.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (2.0315 * square @ square - 4.775 * square) @ x
+    return x
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
@@ -1373,12 +1396,10 @@ def run(args: Args, cleanup: ExitStack) -> dict:
     by_muon = [agent.hidden.weight] if args.muon_learning_rate else []
     by_adam = [weight for weight in weights if not any(weight is other for other in by_muon)]
     muon_learning_rate = torch.tensor(args.muon_learning_rate, device=device)
-    muon = torch.optim.Muon([{"params": by_muon}], lr=1.0, weight_decay=0.0)
+    muon = Muon(by_muon, lr=muon_learning_rate)
     learning_rate = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.Adam(by_adam, lr=learning_rate, eps=1e-5, fused=True, capturable=use_graphs)
     init_adam(optimizer)
-    for weight in by_muon:
-        muon.state[weight] = {"momentum_buffer": torch.zeros_like(weight)}  # as its first step would make it
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     generator = torch.Generator(device).manual_seed(games_seed(args.seed, starts))
     rollout = Rollout(args, obs, agent.state_size, device)
@@ -1650,7 +1671,7 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         scaler.unscale_(muon)
         nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
         scaler.step(optimizer)
-        muon_step(muon, muon_learning_rate)
+        muon.step()
         scaler.update()
         losses = mean_over_ranks(part_losses.mean(0))
         approx_kl.copy_(losses[3])

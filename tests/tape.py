@@ -261,7 +261,7 @@ class Torch:
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
         adam, adamw = cuda.optimizer(torch.optim.Adam), cuda.optimizer(torch.optim.AdamW)
-        self.optim = SimpleNamespace(Adam=adam, AdamW=adamw, Muon=torch.optim.Muon)  # which reads no tensor
+        self.optim = SimpleNamespace(Adam=adam, AdamW=adamw)
 
     def empty(self, *size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         return torch.empty(*size, **options)  # memory of a CPU without a GPU cannot be pinned
