@@ -51,9 +51,10 @@ def runs(*summaries: dict) -> Callable:
     return lambda flags, options, script="dqn_snake.py": by_flags[" ".join(flags.split())]
 
 
-def curves(found: dict, ours: list[str], seeds: int) -> dict[str, Callable]:
+def curves(found: dict, ours: list[str]) -> dict[str, Callable]:
     """In place of runs of ours and of SB3: the curves that they had then."""
-    waiting = [found["curves"][name][seed] for seed in range(seeds) for name in ours]
+    seeds = zip(*(found["curves"][name] for name in ours))
+    waiting = [curve for one_seed in seeds for curve in one_seed]
 
     def theirs(function: Callable, seed: int, name: str = "", tuned: bool = False, **_: Any) -> list:
         name = name or f"SB3's PPO, {'our settings' if tuned else 'defaults'}"
@@ -181,8 +182,7 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
             WALL_CLOCK_CURVE: lambda folder, tag: by_run[folder.name][curve_of[tag]],
             IN_SUBPROCESS: lambda *_, run=None, **__: by_run[Path(run).name]["ends"] if run else found["random"],
         }
-    seeds = {"time-to-score": 3, "time-to-score-ppo": 3, "time-to-hearts": 1, "time-to-distance": 1}[name]
-    return curves(found, [who for who in found["curves"] if not who.startswith("SB3")], seeds)
+    return curves(found, [who for who in found["curves"] if not who.startswith("SB3")])
 
 
 def again(name: str, monkeypatch) -> str:
