@@ -19,8 +19,11 @@ REAL_METTAGRID = "--env-id mettagrid --vec-env subproc"
 
 
 def metta_args(flags: str, device: str) -> ppo_metta.Args:
-    args = ppo_metta.parse_args(shlex.split(flags))
-    return ppo_metta.fill_defaults(args, torch.device(device))
+    """All arguments of a run. Filling them tries numbers of threads, and what is measured here has its own."""
+    threads = torch.get_num_threads()
+    args = ppo_metta.fill_defaults(ppo_metta.parse_args(shlex.split(flags)), torch.device(device))
+    torch.set_num_threads(threads)
+    return args
 
 
 def metta_envs(args: ppo_metta.Args, num_envs: int, device: torch.device, seed: int, **settings: Any) -> Any:

@@ -99,6 +99,20 @@ def test_sb3_s_ppo_learns_in_the_arena_and_is_evaluated(tuned: bool, monkeypatch
     assert found[0] == [0.0, 0.0] and len(found) > 1 and 0.2 <= found[1][0] < 10 and 0 <= found[1][1] < 1
 
 
+@pytest.mark.parametrize("tuned", [True, False])
+def test_sb3_in_the_arena_has_the_threads_that_it_is_told(tuned: bool, monkeypatch) -> None:
+    """The defaults of ppo_metta.py, which say what its network is, are filled by trying numbers of threads."""
+    monkeypatch.setattr(ppo_metta, "pick_threads", lambda cores: torch.set_num_threads(2) or 2)
+
+    def threads_when_it_learns(make_model, *_) -> int:
+        make_model()
+        return torch.get_num_threads()
+
+    monkeypatch.setattr(sb3_peers, "learning_curve", threads_when_it_learns)
+    limits = dict(seconds=1, every=1, goal=1, seed=1, device="cpu")
+    assert sb3_peers.sb3_arena_curve(tuned, threads=1, **limits) == 1
+
+
 def test_the_arenas_of_sb3_are_those_of_the_trainer() -> None:
     args = metta_parts.metta_args("--num-envs 3", "cpu")
     book, batch = (sb3_peers.sb3_arena_envs(args, rule_book, CPU) for rule_book in (True, False))
