@@ -32,7 +32,7 @@ Suites, with their tables, and how long they take on two cores:
     ranks: torchrun with two ranks beside one, and what an all-reduce costs             20 minutes
     time-to-score: seconds to 5, 10, 20, 30 food beside SB3, up to 20 minutes a run      70 minutes
     time-to-score-ppo: the same with ppo_snake.py and the two fastest                   10 minutes
-    time-to-hearts, time-to-distance: the same in the arena and in Mario                 3 hours
+    time-to-hearts, time-to-distance: the same in the arena and in Mario               2.5 hours
     all: all of them. --suite also takes the name of a single table
     gpu: not among them, since it needs CUDA: games alone, every switch, food, arena, transformer   10 minutes
 
