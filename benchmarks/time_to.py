@@ -150,10 +150,10 @@ def time_to_score_ppo(options: Options, device: torch.device) -> tuple[str, dict
     caption="""
     Seconds of training until an evaluation (48 episodes of agents, every 20 seconds) has so many hearts, per seed.
 
-    As in time-to-score, in the arena, up to 10 minutes, ours with its evaluations; the runs of a seed are beside each
-    other and have a core each. "Our settings" are our batched arenas, network, first weights, batch, minibatch,
-    coefficients and step size, which does not fall, but no Muon. Nobody has memory. At its defaults SB3's PPO plays one
-    arena of the rule book.
+    As in time-to-score, in the arena, up to 10 minutes, in which ours does its evaluations too; the runs of a seed are
+    beside each other and have a core each. "Our settings" are our batched arenas, network, first weights, batch,
+    minibatch, coefficients and step size, which does not fall, but no Muon. Nobody has memory. At its defaults SB3's
+    PPO plays one arena of the rule book.
     """,
 )
 def time_to_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
