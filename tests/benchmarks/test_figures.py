@@ -369,6 +369,13 @@ def metta_speed_page() -> list[str]:
     book = results("metta-peer")["runs"]["SB3's PPO, the rule book"]
     spent = [median(book, part) for part in ("games", "rollouts", "learning")]
     phrases.append(f"takes {spent[0]:.0f} of its {sum(spent):.0f} µs")
+    workers = results("metta-subproc")["settings"][""]
+    shares = [100 * share for share in workers["shares"]["rollouts"]]
+    middle = statistics.median(shares)
+    assert middle < 85
+    phrases.append(f"below the 85 % that are wanted, {middle:.0f} % by the median and {low_to_high(shares)} % by round")
+    alone = [one["games"] / 1000 for one in workers["alone"]]
+    phrases.append(f"the same games alone make {min(alone):.0f},000 to {max(alone):.0f},000 steps per second")
     return phrases
 
 
