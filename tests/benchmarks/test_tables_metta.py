@@ -53,7 +53,13 @@ def arena(monkeypatch):
 
     parsed = functools.cache(lambda words: parse_args(list(words)))  # tyro takes a tenth of a second
     parse_args = ppo_metta.parse_args
-    monkeypatch.setattr(ppo_metta, "parse_args", lambda words: dataclasses.replace(parsed(tuple(words))))
+    tyro_is_free = threading.Lock()  # its cache breaks when two threads parse at once
+
+    def parse_one_by_one(words: list[str]) -> ppo_metta.Args:
+        with tyro_is_free:
+            return dataclasses.replace(parsed(tuple(words)))
+
+    monkeypatch.setattr(ppo_metta, "parse_args", parse_one_by_one)
     monkeypatch.setattr(harness, "run", run)
     monkeypatch.setattr(harness, "in_subprocess", apart)
     monkeypatch.setattr(harness, "mean_scalars", lambda folder: dict.fromkeys(PHASES, 2.0) | {"perf/gpu_util": 70.0})
