@@ -549,6 +549,19 @@ def test_a_whole_rollout_is_learned_from_as_independent_code_does(run, recorded,
         assert moved > 1e-3 and (value - trained[name]).norm() < 2e-3 * moved, name
 
 
+def test_parts_of_a_minibatch_add_up_to_its_gradient(run, monkeypatch) -> None:
+    """Seen before it is clipped: neither that, nor Adam, nor Muon would keep its scale."""
+    norms, clip = [], torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: norms.append(clip(*given).item()))
+    first = []
+    for parts in (1, 2):
+        interrupt_after(monkeypatch, 1)
+        norms.clear()
+        run(run_name=str(parts), grad_accumulation=parts)
+        first.append(norms[0])
+    assert first[1] == pytest.approx(first[0], rel=1e-4) and first[0] > 0
+
+
 def test_values_that_are_not_finite_are_not_stored(run, monkeypatch, capsys) -> None:
     """They would reach the advantages of every later update of the rollout, also of those that float16 skips."""
     asked, gae_of, forward, learns = [], ppo_metta.gae, Agent.forward, []
