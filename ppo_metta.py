@@ -460,7 +460,6 @@ class TokenBag(nn.Module):
     def forward(self, tokens: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
         return F.relu(self.sparse(tokens, heading) if tokens.device.type == "cpu" else self.dense(tokens, heading))
 
-    @torch.compiler.disable
     def sparse(self, tokens: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
         row, bag_start, weight = self.view.bags(tokens, heading)
         return SparseLinear.apply(self.table, row, bag_start, weight) + self.bias
@@ -588,6 +587,8 @@ class Agent(nn.Module):
         width = args.hidden_size
         if args.network == "token-bag":
             self.encoder = TokenBag(view, width, device)
+            if args.compile:  # only then: the compiler takes seconds to import
+                self.encoder.sparse = torch.compiler.disable(self.encoder.sparse)
         elif args.network == "box-cnn":
             self.encoder = BoxCNN(view, device)
         else:
@@ -1776,8 +1777,6 @@ def run(args: Args, cleanup: ExitStack) -> dict:
         targets = [torch.zeros_like(index, dtype=torch.float32)[:, part] for _ in range(3)]
         example = [*rollout.minibatch(segments[part], index[:, part]), *targets]
         loss_step = try_compile(minibatch_loss, args.compile_mode, *example)
-        loss_step(*example)[0].backward()
-        agent.zero_grad()
         if can_save_envs and envs.games.fixed_shapes:  # on a CPU the games do less than what fixed shapes ask for
             before = {name: tensor.clone() for name, tensor in envs.games.state_dict().items()}
             no_action = torch.zeros(num_agents, dtype=torch.int64, device=device)
