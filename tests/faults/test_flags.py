@@ -35,7 +35,7 @@ def test_any_value_of_any_flag_is_refused_in_one_line_or_starts(script, tries, m
     outcomes = {"refused": 0, "started": 0}
 
     @settings(
-        max_examples=tries(150, 3000),
+        max_examples=tries(100, 3000),
         deadline=None,
         derandomize=True,
         database=None,

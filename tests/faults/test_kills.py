@@ -74,7 +74,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on(script, tries) -> None:
     shared_before = set(os.listdir("/dev/shm"))
     endless = dict(total_timesteps=10**9, checkpoint_every=0.01, log_every=0.02)
     steps = []
-    for number in range(tries(5, 50)):
+    for number in range(tries(3, 50)):
         goes_on = dict(resume=folder) if steps else dict(run_name=f"run-{number}")
         run = start(script, **endless, **goes_on)
         wait_for_log(run)

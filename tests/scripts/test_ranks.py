@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -131,17 +132,22 @@ def test_two_ranks_with_half_the_batch_learn_what_one_learns_with_all_of_it(tmp_
 @pytest.mark.parametrize("name", RANKED)
 def test_ranks_end_with_the_same_weights(tmp_path, name) -> None:
     """Time decides what they do together: when they log, how large a step is, when they end."""
-    flags = small_flags(name, max_seconds=6.0, eval_every=0.5, checkpoint_every=0.3)
+    flags = small_flags(name, eval_every=0.5, checkpoint_every=0.3)
     if name == "dqn_mario_async":
         flags["num_collectors"] = 1  # each rank has other steps to learn from, and at other times
-        flags["learning_starts"] = 50  # a busy machine plays no 200 in this time
-    ranks = start_ranks(tmp_path, name, flags, KEEP_NETWORK, SAVE_NETWORK)
-    said = finish(ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    (weights, steps, _), (other_weights, other_steps, _) = (
-        torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)
-    )
-    assert steps == other_steps > 50
+        flags["learning_starts"] = 50
+    for seconds in (6.0, 60.0):  # a busy machine may not take a step in six
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        ranks = start_ranks(tmp_path, name, flags | {"max_seconds": seconds}, KEEP_NETWORK, SAVE_NETWORK)
+        said = finish(ranks, 200)
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+        (weights, steps, _), (other_weights, other_steps, _) = (
+            torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)
+        )
+        assert steps == other_steps
+        if steps > 50:
+            break
+    assert steps > 50
     for part, value in weights.items():
         assert torch.equal(value, other_weights[part])
     out, _ = said[0]
@@ -210,7 +216,8 @@ def test_a_lost_rank_ends_the_others_with_one_line_and_a_checkpoint(tmp_path, na
     (_, err), _ = finish(ranks, 30)
     assert ranks[0].returncode == 1
     assert err.count("\n") == 1 and "rank 0 has lost another one" in err, err
-    assert (tmp_path / "runs/run/checkpoint.pt").exists()
+    steps = load(tmp_path / "runs/run")["global_step"]  # of the start, but ppo_metta.py saves at any loss
+    assert steps > 0 if name == "ppo_metta" else steps >= 0
 
 
 REFUSED = {
@@ -278,7 +285,7 @@ def test_a_rank_that_is_killed_comes_back_and_goes_on_from_the_last_checkpoint(t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("name", ["ppo_metta", "dqn_mario_async"])  # what they share is the same letter for letter
 def test_two_nodes_train_together_and_one_that_leaves_ends_the_other(tmp_path, name) -> None:
     """Two torchrun agents on one machine, first to the end, then with one that is killed with its rank."""
     endpoint = f"localhost:{free_port()}"
