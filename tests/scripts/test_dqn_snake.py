@@ -485,7 +485,7 @@ def test_malformed_checkpoints_are_refused_before_anything_changes(whole, tmp_pa
 def test_it_learns_in_a_minute(tmp_path) -> None:
     """A random player eats next to nothing. Counted in steps, so that a busy machine learns as much."""
     quick = dict(
-        total_timesteps=400_000, eval_episodes=100, eval_every=0, video=False, device="cpu", run_dir=str(tmp_path)
+        total_timesteps=200_000, eval_episodes=100, eval_every=0, video=False, device="cpu", run_dir=str(tmp_path)
     )
     assert main(Args(**quick))["eval_score_mean"] > 12
 
