@@ -387,7 +387,7 @@ def mario_page() -> list[str]:
     phrases.append(f"does {statistics.median(turns[0]):.2f} times the work of one thread that takes turns")
     phrases.append(f"in PyTorch's hands do {statistics.median(ratios(*turns)):.2f} times that work")
     phrases.append(f"so beside these the gain is {statistics.median(turns[1]):.2f}")
-    busy = median(beside["runs"]["beside each other"], "train_fraction")
+    busy = median(beside["runs"]["in parallel"], "train_fraction")
     phrases.append(f"The learner is busy for {100 * busy:.0f} % of the run")
 
     mario = results("mario-switches")["runs"]
