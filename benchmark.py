@@ -99,9 +99,6 @@ def main(options: Options) -> None:
     names = SUITES.get(options.suite, [options.suite])
     check_options(options, names, device)
     reference = report.read_reference(options, names, device)
-    report.check_files(options, names, device)
-    if options.write_env:
-        sb3_compat.write_env({})  # fail before measuring
 
     about = harness.machine(device)
     records = []

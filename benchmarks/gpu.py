@@ -102,11 +102,10 @@ def in_fork(call: Callable[[], Any], limit: float) -> dict:
 
 
 def fork_main(sender: Connection, call: Callable[[], Any]) -> None:
-    """Process of `in_fork`. Also sends the lines a script prints about inactive switches."""
-    output = io.StringIO()
+    """Process of `in_fork`; the output of scripts is dropped."""
     errors = io.StringIO()
     try:
-        with redirect_stdout(output), redirect_stderr(errors):
+        with redirect_stdout(io.StringIO()), redirect_stderr(errors):
             result = {"found": call()}
     except ModuleNotFoundError as error:
         result = {"note": f"not measured: {error.name} is not installed"}
@@ -119,7 +118,6 @@ def fork_main(sender: Connection, call: Callable[[], Any]) -> None:
             reason = "out of memory"
         line = " ".join(reason.split()).replace("|", "/")
         result = {"note": f"failed: {line[:150]}"}
-    result["said"] = [line for line in output.getvalue().splitlines() if line.startswith("--")]
     sender.send(result)
 
 
@@ -416,8 +414,6 @@ def gpu(options: Options, device: torch.device) -> tuple[str, dict]:
         row["seconds"] = round(time.perf_counter() - row_begin, 1)
         raw["rows"].setdefault(part, {})[name] = row
         print(f"  {part} {name}: {row.get('note', 'done')}, {row['seconds']} s", flush=True)
-        for line in row.get("said", []):
-            print(f"    {line}")
         # written after every row, so that an interrupted suite keeps them
         record = report.make_record("gpu", options, device, about | raw)
         report.write_table(options, device, record, gpu_tables(raw))

@@ -6,7 +6,6 @@ import math
 import re
 import statistics
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,35 +144,10 @@ def write_table(options: Options, device: torch.device, record: dict, text: str)
 def write_results(path: Path, text: str) -> None:
     """Write a file; if that fails, print the text, so that no result is lost."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
         print(f"benchmark.py: {path} cannot be written ({error.strerror}); its text:\n{text}", flush=True)
-
-
-def check_files(options: Options, names: list[str], device: torch.device) -> None:
-    """Fail before measuring if a result could not be written."""
-    if options.json is not None:
-        if options.compare is not None and Path(options.json).resolve() == Path(options.compare).resolve():
-            fail(f"--json {options.json}: is the reference of --compare; choose another file")
-        check_writable(f"--json {options.json}", Path(options.json))
-    if options.compare is not None or is_gpu_trial(options):
-        return
-    for name in names:
-        for path in (page_file(name), results_file(name, device)):
-            with suppress(OSError):  # reported for the file itself
-                path.parent.mkdir(parents=True, exist_ok=True)
-            check_writable(str(path), path)
-
-
-def check_writable(what: str, path: Path) -> None:
-    try:
-        is_new = not path.exists()
-        with path.open("a"):
-            pass
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        fail(f"{what}: cannot be written ({error.strerror}); choose a writable folder")
 
 
 # ------------------------------------------------------------------------------------------------ comparison

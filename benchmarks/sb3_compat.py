@@ -1,8 +1,6 @@
 """dqn_snake_sb3_compat.py compared with Stable-Baselines3, and the sweep of settings for .env."""
 
-import io
 import re
-import shutil
 import statistics
 import sys
 import time
@@ -10,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from dotenv.parser import Binding, parse_stream
+from dotenv import set_key
 
 from benchmarks import harness
 from benchmarks.harness import SPEED_RUN, Options, column, fail, ratios
@@ -248,45 +246,12 @@ def sweep(options: Options, device: torch.device) -> tuple[str, dict]:
     return sweep_tables(cells, ranked, best, batches), {"cells": cells, "env": env}
 
 
-def replace_value(line: Binding, value: str) -> str:
-    """A line of .env with a new value; `export`, spaces, quotes and comment are kept."""
-    old = line.original.string
-    quoted_or_not = r"""(?:(?P<quote>['"]).*?\3(?=\s*(?:#|$))|[^\r\n]*?(?=\s+#|\s*$))"""
-    found = re.search(rf"('?\b{line.key}\b'?)(\s*=[^\S\r\n]*)?{quoted_or_not}", old)
-    quote = found["quote"] or ""
-    new = f"{found[1]}{found[2] or '='}{quote}{value}{quote}"
-    return old[: found.start()] + new + old[found.end() :]
-
-
 def write_env(values: dict[str, str]) -> None:
-    """Set `values` in .env and keep everything else; without values, only check that .env can be written.
-
-    dotenv's set_key is not used: it drops `export`, and comments and blank lines around a changed line.
-    """
+    """Set `values` in .env."""
     path = Path(".env").resolve()  # follows a link
-    temporary = path.with_name(f"{path.name}.tmp")
-    missing = dict(values)
-    text = ""
+    print(f"{path}: " + " ".join(f"{name}={value}" for name, value in values.items()))
     try:
-        old = path.read_bytes().decode() if path.exists() else ""
-        for line in parse_stream(io.StringIO(old, newline="")):
-            if line.key in values:
-                missing.pop(line.key, None)
-                text += replace_value(line, values[line.key])
-            else:
-                text += line.original.string
-        if missing and text and not text.endswith("\n"):
-            text += "\n"
-        for name, value in missing.items():
-            text += f"{name}={value}\n"
-        temporary.touch(0o600)  # .env may hold secrets
-        temporary.write_bytes(text.encode())
-        if path.exists():
-            shutil.copymode(path, temporary)
-        if values:
-            temporary.replace(path)
-            print(f"{path}: " + " ".join(f"{name}={value}" for name, value in values.items()))
+        for name, value in values.items():
+            set_key(path, name, value, quote_mode="never")
     except (OSError, ValueError) as error:
         fail(f"--write-env: {path} cannot be changed ({error}); it must be a text file in a writable folder")
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ def seconds_to(table: str, who: str, goal: float) -> list[float]:
 
 
 def best(table: str, who: str) -> float:
-    """The best evaluation of anybody's runs."""
+    """Best evaluation of an agent."""
     return max(value for curve in results(table)["curves"][who] for _, value in curve)
 
 
@@ -43,14 +43,14 @@ def ratio(table: str, to: str) -> float:
     return statistics.median(results(table)["ratios"][to])
 
 
-def gain(runs: dict[str, list[dict]], switch: str, beside: str) -> float:
-    """How many times the transitions learned from per second, within a round."""
-    rates = [[one["samples_per_second"] for one in runs[name]] for name in (switch, beside)]
+def gain(runs: dict[str, list[dict]], switch: str, baseline: str) -> float:
+    """Ratio of samples/s, per round."""
+    rates = [[one["samples_per_second"] for one in runs[name]] for name in (switch, baseline)]
     return statistics.median(ratios(*rates))
 
 
 def learned_food() -> dict[str, list[dict]]:
-    """Runs of dqn_snake.py at its defaults, by their seconds."""
+    """Runs of dqn_snake.py at its defaults, by time limit."""
     learned = {}
     for seconds in ("60", "120", "600"):
         flags = f"--max-seconds {seconds}"
@@ -62,7 +62,7 @@ def learned_food() -> dict[str, list[dict]]:
 
 
 def filled_boards() -> dict[str, list[dict]]:
-    """Runs of ppo_snake.py at its defaults, by their seconds."""
+    """Runs of ppo_snake.py at its defaults, by time limit."""
     learned = {}
     found = results("ppo-snake-learn")["runs"] + results("ppo-snake-learn-600")["runs"]
     for seconds in ("60", "120", "600"):
@@ -78,7 +78,7 @@ def share_filled(runs: list[dict]) -> str:
 
 
 def sb3_food() -> str:
-    """What SB3's agents at their defaults reach."""
+    """Score of SB3's agents at their defaults."""
     assert max(best("time-to-score", f"SB3's {who}, defaults") for who in ("DQN", "PPO")) < 5
     seconds = results("time-to-score")["ends"]["SB3's PPO, defaults"]
     return f"Stable-Baselines3's DQN and PPO: below 5 after {seconds // 60} minutes"
@@ -91,7 +91,7 @@ def compat_times() -> str:
 
 
 def learned_hearts() -> dict[str, tuple[str, str]]:
-    """Mean hearts, and those of players that learn nothing, by flags."""
+    """Mean hearts, and those of baseline players, by flags."""
     games = {"": "arena", " --env-id MettaNavigation-v0": "navigation", " --env-id mettagrid": "real"}
     learned = {}
     for flags, name in games.items():
@@ -106,7 +106,7 @@ def learned_hearts() -> dict[str, tuple[str, str]]:
 
 
 def reached_flags() -> str:
-    """Per cent of the games of the real 1-1; in our own game it is all of them."""
+    """Percentage of flags in the real 1-1; in our own game it is 100."""
     learned = results("mario-learn")
     assert {one["flags"].split(" --seed")[0] for one in learned["runs"]} == {"--max-seconds 900"}
     assert len(learned["runs"]) == 3
@@ -119,7 +119,7 @@ def reached_flags() -> str:
 
 
 def harder_levels(difficulty: int) -> str:
-    """Per cent of the games of our own Mario that reach the flag."""
+    """Percentage of flags in our own Mario."""
     found = results(f"mario-learn-{difficulty}")
     flags = f"--max-seconds 900 --difficulty {difficulty}"
     assert {one["flags"].split(" --seed")[0] for one in found["runs"]} == {flags}
@@ -335,12 +335,12 @@ def metta_speed_page() -> list[str]:
 
 def mario_page() -> list[str]:
     phrases = []
-    beside = results("mario-async")
-    turns = [beside["ratios"][who] for who in ("in turn", "in turn, 2 threads")]
+    found = results("mario-async")
+    turns = [found["ratios"][who] for who in ("in turn", "in turn, 2 threads")]
     phrases.append(f"do {statistics.median(turns[0]):.2f} times the work of one thread in turn")
     phrases.append(f"do {statistics.median(ratios(*turns)):.2f} times that work")
     phrases.append(f"the gain over two threads is {statistics.median(turns[1]):.2f}")
-    busy = median(beside["runs"]["in parallel"], "train_fraction")
+    busy = median(found["runs"]["in parallel"], "train_fraction")
     phrases.append(f"The learner is busy for {100 * busy:.0f} % of the run")
 
     mario = results("mario-switches")["runs"]

@@ -83,8 +83,6 @@ ONE = '{"table": "train", "device": "cpu", "command": "b", "ratios": {"peer": [1
         (dict(compare="old.json"), ONE.replace("[1, 1, 1]", "1"), "--compare old.json"),
         (dict(compare="old.json", fast=True, repeats=3), ONE, "--compare old.json"),
         (dict(compare="old.json", repeats=2), ONE, "--compare"),
-        (dict(compare="old.json", json="./old.json"), ONE, "--json ./old.json"),
-        (dict(json="nowhere/file.json"), None, "--json nowhere/file.json"),
         (dict(repeats=0), None, "--repeats 0"),
         (dict(suite="metta", seconds=0), None, "--seconds 0"),
         (dict(seconds=60), None, "--seconds 60"),
@@ -102,14 +100,6 @@ def test_bad_options_fail_in_one_line_before_measuring(tmp_path, capsys, monkeyp
         main(Options(**{"suite": "train", "device": "cpu"} | flags))
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and f"{flag}: " in error
-
-
-def test_results_that_cannot_be_written_fail_before_measuring(tmp_path, capsys, monkeypatch) -> None:
-    fake_table(monkeypatch, "train", None)
-    (tmp_path / "benchmarks/results").write_text("a file instead of a folder")
-    with pytest.raises(SystemExit) as stop:
-        main(Options("train", "cpu"))
-    assert stop.value.code == 2 and "train.json: cannot be written" in capsys.readouterr().err
 
 
 def test_results_are_printed_if_the_disk_is_full(capsys, monkeypatch) -> None:

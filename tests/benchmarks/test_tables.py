@@ -37,7 +37,7 @@ def summary(**known) -> Summary:
 
 
 def found_by(function, **arguments):
-    """A made-up result of a function that runs in a process of its own."""
+    """A made-up result of `harness.in_subprocess`."""
     name = function.__name__
     if name in RATES:
         return [1000.0] * len(arguments["widths"])
