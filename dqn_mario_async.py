@@ -2,14 +2,14 @@
 
     python dqn_mario_async.py                             # 15 minutes, then an evaluation and a GIF
     python dqn_mario_async.py --preset original           # batches of 512, four to an update, four collectors
-    python dqn_mario_async.py --env-id SuperMarioBros     # the real game; the ROM is yours (envs/smb.py)
+    python dqn_mario_async.py --env-id SuperMarioBros     # the real game; the ROM is yours (envs/mario/real.py)
     python dqn_mario_async.py --evaluate latest --render  # watch the last agent play
 
 On two CPU cores the agent then reached the flag in 100 % of 100 levels it had never seen, with each of three seeds
 (45,000 updates on 32 of 6.5 million transitions). After 20 minutes of the real 1-1 it reached the flag in 88 to 96 % of
 100 games (three seeds); random play never does.
 
-What to read: `Collector` plays, a `Ring` (envs/ring.py) hands its steps over, a `Broadcast` brings it new weights,
+What to read: `Collector` plays, a `Ring` (envs/workers.py) hands its steps over, a `Broadcast` brings it new weights,
 `ReplayBuffer` is what is learned from, `td_target` what is learned, and the loop at the end of `main` says when. The
 rest is switches and bookkeeping.
 """
@@ -43,12 +43,12 @@ import tyro
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 
-from envs.mario import TRAIN_LEVELS, UNSEEN_LEVELS
-from envs.mario_batch import MarioBatch, MarioEnv
+from envs.mario.batch import MarioBatch, MarioEnv
+from envs.mario.game import TRAIN_LEVELS, UNSEEN_LEVELS
+from envs.mario.real import SuperMarioBrosBatch, SuperMarioBrosEnv
 from envs.playing import play, show_in_terminal, write_gif
-from envs.ring import Broadcast, Collectors, Fields, Publisher, Ring, to_device
-from envs.smb import SuperMarioBrosBatch, SuperMarioBrosEnv
 from envs.streams import lane_key
+from envs.workers import Broadcast, Collectors, Fields, Publisher, Ring, to_device
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
@@ -80,7 +80,7 @@ class Args:
 
     # Environment
     env_id: Literal["MarioLike-v0", "SuperMarioBros"] = "MarioLike-v0"
-    """our own game (envs/mario.py), or the real one (envs/smb.py, needs stable-retro and a ROM)"""
+    """our own game (envs/mario/game.py), or the real one (envs/mario/real.py, needs stable-retro and a ROM)"""
     difficulty: int = 0
     """difficulty of MarioLike's levels"""
     rom: str | None = None

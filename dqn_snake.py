@@ -38,9 +38,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
 from envs.playing import play, show_in_terminal, write_gif
-from envs.snake import HEAD, VARIANTS, Rules, SnakeEnv
-from envs.snake_batch import SnakeBatch
-from envs.snake_view import EgocentricView
+from envs.snake.batch import SnakeBatch
+from envs.snake.rules import HEAD, VARIANTS, Rules, SnakeEnv
+from envs.snake.view import EgocentricView
 from envs.streams import lane_key
 
 SCRIPT = Path(__file__).stem
@@ -70,7 +70,7 @@ class Args:
 
     # Environment
     env_id: Literal["Snake-v0", "SnakeBlocks-v0"] = "Snake-v0"
-    """rules of the game (envs/snake.py)"""
+    """rules of the game (envs/snake/rules.py)"""
     board: str = "10x10"
     """rows x columns, 4 to 64 each"""
     num_envs: int | None = None

@@ -49,7 +49,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
 from envs.playing import play, show_in_terminal, write_gif
-from envs.snake import VARIANTS, SnakeEnv
+from envs.snake.rules import VARIANTS, SnakeEnv
 
 SCRIPT = Path(__file__).stem
 MAX_GAMES = 10_000  # of an evaluation, and side by side

@@ -41,12 +41,12 @@ import tyro
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
-from envs.metta import MettaArena
-from envs.metta_batch import MettaBatch
-from envs.metta_rules import VARIANTS, Rules
-from envs.metta_view import TokenView
+from envs.metta.arena import MettaArena
+from envs.metta.batch import MettaBatch
+from envs.metta.rules import VARIANTS, Rules
+from envs.metta.view import TokenView
 from envs.playing import play_parallel, show_in_terminal, write_gif
-from envs.vector_envs import LocalEnvs, SubprocEnvs, WorkerLost
+from envs.workers import LocalEnvs, SubprocEnvs, WorkerLost
 
 SCRIPT = Path(__file__).stem
 EVAL_SEED = 2**31  # above every --seed
@@ -79,7 +79,7 @@ class Args:
 
     # Environment
     env_id: Literal["MettaArena-v0", "MettaNavigation-v0", "mettagrid"] = "MettaArena-v0"
-    """arena or navigation of envs/metta.py, or the real MettaGrid"""
+    """arena or navigation of envs/metta/arena.py, or the real MettaGrid"""
     env_config: str | None = None
     """with --env-id mettagrid: package.module:attribute of a MettaGridConfig (None: mines and altars)"""
     easy: bool = True
@@ -378,7 +378,7 @@ def make_games(args: Args, num_games: int, device: torch.device, seed: int, eval
         games.reset()
         return games
     try:
-        from envs.real_mettagrid import TorchMettaGrid
+        from envs.metta.real import TorchMettaGrid
 
         return TorchMettaGrid(num_games, args.env_config, seed, random_first_length=not evaluation)
     except Exception as error:  # a configuration is a user's own code: anything may happen in it

@@ -9,12 +9,14 @@ from gymnasium.vector import SyncVectorEnv, VectorEnv
 import dqn_snake
 from benchmarks.harness import measure_rate
 from benchmarks.metta_parts import RuleBooks, metta_args
-from envs import mario
-from envs.gym_vector import MarioVectorEnv, MettaVectorEnv, SnakeVectorEnv
-from envs.mario_batch import MarioBatch, MarioEnv
-from envs.smb import NesGame
-from envs.snake import SnakeEnv
-from envs.snake_batch import SnakeBatch
+from envs.mario import game as mario
+from envs.mario.batch import MarioBatch, MarioEnv
+from envs.mario.gym import MarioVectorEnv
+from envs.mario.real import NesGame
+from envs.metta.gym import MettaVectorEnv
+from envs.snake.batch import SnakeBatch
+from envs.snake.gym import SnakeVectorEnv
+from envs.snake.rules import SnakeEnv
 from envs.streams import Stream
 
 GYMNASIUM_GAMES = {

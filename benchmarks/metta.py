@@ -14,7 +14,7 @@ from benchmarks.harness import Options, column, fail, median, ratios
 from benchmarks.metta_parts import ARENAS, REAL_METTAGRID, metta_args, metta_env_rate
 from benchmarks.players import random_hearts, scripted_hearts
 from benchmarks.report import code, markdown_table, median_min_max, peak_gib, table
-from envs.metta_rules import Rules
+from envs.metta.rules import Rules
 
 
 @table(

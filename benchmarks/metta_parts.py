@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ppo_metta
 from benchmarks.harness import measure_rate
-from envs.metta import MettaArena
+from envs.metta.arena import MettaArena
 
 ARENAS = {"arena, easy": "", "arena": "--no-easy", "navigation": "--env-id MettaNavigation-v0"}  # flags by name
 REAL_METTAGRID = "--env-id mettagrid --vec-env subproc"

@@ -7,12 +7,13 @@ import numpy as np
 import torch
 
 from benchmarks.metta_parts import metta_args, metta_envs
-from envs import mario, mario_levels
-from envs.mario import UNSEEN_LEVELS, MarioGame
-from envs.mario_batch import MarioBatch
-from envs.metta import MettaArena, Thing
-from envs.metta_rules import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE
-from envs.smb import SuperMarioBrosBatch
+from envs.mario import game as mario
+from envs.mario import levels as mario_levels
+from envs.mario.batch import MarioBatch
+from envs.mario.game import UNSEEN_LEVELS, MarioGame
+from envs.mario.real import SuperMarioBrosBatch
+from envs.metta.arena import MettaArena, Thing
+from envs.metta.rules import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE
 from ppo_metta import rules_of
 
 

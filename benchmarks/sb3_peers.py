@@ -15,12 +15,12 @@ import ppo_metta
 from benchmarks import harness
 from benchmarks.harness import Options, measure_rate
 from benchmarks.metta_parts import RuleBooks, metta_args, metta_envs, metta_network, rollout_sizes
-from envs import mario
-from envs.mario_batch import MarioEnv
-from envs.metta_view import TokenView
-from envs.snake import MOVES
-from envs.snake_batch import SnakeBatch
-from envs.snake_view import EgocentricView
+from envs.mario import game as mario
+from envs.mario.batch import MarioEnv
+from envs.metta.view import TokenView
+from envs.snake.batch import SnakeBatch
+from envs.snake.rules import MOVES
+from envs.snake.view import EgocentricView
 
 FOREVER = 10**9  # steps; runs end by time
 

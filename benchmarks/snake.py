@@ -14,7 +14,7 @@ from benchmarks.games import gymnasium_rates, jumanji_rates, snake_rates
 from benchmarks.harness import SPEED_RUN, Options, column, measure_rate, median, ratios
 from benchmarks.report import active_switches, code, markdown_table, median_min_max, table
 from benchmarks.sb3_peers import sb3_act_rate, sb3_rate
-from envs.snake_batch import SnakeBatch
+from envs.snake.batch import SnakeBatch
 
 
 @table(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
 
-from envs.snake_batch import SnakeBatch
+from envs.snake.batch import SnakeBatch
 
 ROOT = Path(__file__).parent.parent
 NO_FAKE = "a fake CUDA needs Linux, g++ and a PyTorch without CUDA"

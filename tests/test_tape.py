@@ -15,16 +15,15 @@ from tape import Cuda, Refused, install
 import dqn_mario_async
 import dqn_snake
 import dqn_snake_sb3_compat
-import envs.metta_actions
-import envs.metta_batch
-import envs.metta_maps
-import envs.metta_tables
-import envs.metta_tokens
-import envs.metta_view
-import envs.ring
-import envs.snake_batch
-import envs.snake_view
-import envs.vector_envs
+import envs.metta.actions
+import envs.metta.batch
+import envs.metta.maps
+import envs.metta.tables
+import envs.metta.tokens
+import envs.metta.view
+import envs.snake.batch
+import envs.snake.view
+import envs.workers
 import ppo_metta
 import ppo_snake
 
@@ -80,8 +79,8 @@ COMBINATIONS = {
     ],
 }  # fmt: skip
 EVERY_ONE = [(script, flags) for script, every in COMBINATIONS.items() for flags in every]
-GAMES = [envs.snake_batch, envs.snake_view, envs.metta_batch, envs.metta_actions, envs.metta_maps]
-GAMES += [envs.metta_tables, envs.metta_tokens, envs.metta_view, envs.vector_envs, envs.ring]
+GAMES = [envs.snake.batch, envs.snake.view, envs.metta.batch, envs.metta.actions, envs.metta.maps]
+GAMES += [envs.metta.tables, envs.metta.tokens, envs.metta.view, envs.workers, envs.workers]
 TIMES = "args elapsed collected"  # parts of a checkpoint that tell of the run's name and of the clock
 
 

@@ -12,8 +12,8 @@ from benchmark_helpers import CPU
 import dqn_mario_async
 import ppo_metta
 from benchmarks import metta_parts, sb3_peers
-from envs.snake import SnakeEnv
-from envs.snake_view import EgocentricView
+from envs.snake.rules import SnakeEnv
+from envs.snake.view import EgocentricView
 
 
 def test_evaluations_stop_the_clock_and_become_rarer(monkeypatch) -> None:

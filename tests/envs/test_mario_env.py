@@ -15,8 +15,9 @@ from gymnasium.utils.env_checker import check_env
 
 import envs
 from benchmarks.players import mario_jumper
-from envs import mario
-from envs.mario import (
+from envs.mario import game as mario
+from envs.mario.batch import MarioBatch, MarioEnv
+from envs.mario.game import (
     ACTIONS,
     HEIGHT,
     JUMP,
@@ -30,8 +31,7 @@ from envs.mario import (
     Episode,
     MarioGame,
 )
-from envs.mario_batch import MarioBatch, MarioEnv
-from envs.mario_levels import (
+from envs.mario.levels import (
     ABYSS,
     BLOCK,
     COIN,
@@ -704,7 +704,7 @@ def test_rendering() -> None:
 
 
 def test_importing_envs_imports_nothing_optional() -> None:
-    code = "import sys, envs; print([name for name in sys.modules if 'retro' in name or name == 'envs.smb'])"
+    code = "import sys, envs; print([name for name in sys.modules if 'retro' in name or name == 'envs.mario.real'])"
     root = Path(envs.__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -17,17 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import envs  # noqa: F401  registers the ids
 from benchmarks.metta_parts import ARENAS
 from benchmarks.players import metta_action, random_hearts, scripted_hearts
-from envs.metta import MettaArena, Thing
-from envs.metta_batch import MettaBatch
-from envs.metta_rules import (
+from envs.metta.arena import MettaArena, Thing
+from envs.metta.batch import MettaBatch
+from envs.metta.rules import (
     ACTIONS,
     ARMOR,
     BACK,
     BUSY,
     CARRY,
     CENTRE,
-    EMPTY,
-    FIRST_CONVERTER,
     FIRST_ITEM,
     FORWARD,
     FROZEN,
@@ -227,54 +225,6 @@ def test_a_loaded_game_looks_as_it_did_from_the_first_step_on() -> None:
             assert torch.equal(first.tokens.count, second.tokens.count)
             shown = torch.arange(16) < first.tokens.count[:, None]  # the others may be left over from other things
             assert (first.tokens.table == second.tokens.table)[:-TOKENS].view(-1, 16)[shown].all()
-
-
-EDITS_OF_GAMES = {
-    "heading": ("heading", 0, 4), "negative heading": ("heading", 0, -1), "color": ("color", 0, 256),
-    "negative color": ("color", 0, -1), "clock": ("clock", 1, 120), "negative clock": ("clock", 1, -1),
-    "limit": ("limit", 1, 121), "no limit": ("limit", 1, 0), "episode": ("episode", 1, -1), "key": ("key", 1, 2**32),
-    "negative inventory": ("inventory", (-1, 0), -1), "inventory": ("inventory", (-1, 0), 51),
-    "stock": ("inventory", (FIRST_CONVERTER, 0), 256), "a wall's inventory": ("inventory", (1, 0), 1),
-    "timer": ("timer", -1, 6), "negative timer": ("timer", -1, -1), "rest": ("timer", FIRST_CONVERTER, 100),
-    "sums": ("finished", 1, float("inf")), "agent elsewhere": ("cell", 0, 19 * 7 + 7),
-    "agent off the map": ("cell", 0, -1), "agent of another game": ("cell", 0, 19 * 19 + 100),
-    "outer wall": ("grid", (1, 19 * 4 + 7), 0), "outer wall at the side": ("grid", (1, 19 * 7 + 14), 0),
-    "code": ("grid", (1, 19 * 9 + 9), 255),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fixed_shapes", [False, True], ids=["cpu", "fixed shapes"])
-@pytest.mark.parametrize("what", EDITS_OF_GAMES)
-def test_games_that_cannot_be_are_refused_before_anything_is_changed(what: str, fixed_shapes: bool) -> None:
-    first, second = MettaBatch(2, seed=1, **BATTLE), MettaBatch(2, seed=1, **BATTLE)
-    second.fixed_shapes = fixed_shapes
-    first.reset(), second.reset()
-    for _ in range(2):
-        first.step(torch.full((first.num_agents,), NOOP))
-    state, before = state_of(first), state_of(second)
-    name, place, value = EDITS_OF_GAMES[what]
-    assert state[name][place] != value
-    state[name][place] = value
-    with pytest.raises(ValueError, match="not games of these rules"):
-        second.load_state_dict(state)
-    for name, tensor in second.state_dict().items():
-        assert torch.equal(tensor, before[name])
-
-
-def test_games_with_a_thing_twice_or_built_otherwise_are_refused() -> None:
-    batch = MettaBatch(2, seed=1, **BATTLE)
-    batch.reset()
-    state = state_of(batch)
-    state["grid"][0, state["grid"][0].eq(EMPTY).nonzero()[-1]] = batch.first_agent
-    with pytest.raises(ValueError, match="agents and map differ"):
-        batch.load_state_dict(state)
-    for change in ({"clock": state["clock"][:1]}, {"clock": state["clock"].int()}, {"more": state["clock"]}):
-        with pytest.raises(ValueError, match="must"):
-            batch.load_state_dict(state_of(batch) | change)
-    with pytest.raises(ValueError, match="must"):
-        MettaBatch(4, seed=1, **BATTLE).load_state_dict(state_of(batch))
-    with pytest.raises(ValueError, match="games must have"):
-        batch.load_state_dict({})
 
 
 def test_many_lanes_with_fixed_shapes_play_the_same() -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from envs.metta_batch import MettaBatch
-from envs.metta_rules import ACTIONS, FEATURES, ROTATE
-from envs.metta_view import TokenView
+from envs.metta.batch import MettaBatch
+from envs.metta.rules import ACTIONS, FEATURES, ROTATE
+from envs.metta.view import TokenView
 
 CPU = torch.device("cpu")
 

@@ -9,14 +9,14 @@ import pytest
 
 
 def test_importing_envs_does_not_import_the_package() -> None:
-    program = "import sys, envs, envs.metta; sys.exit(any(name.startswith('mettagrid') for name in sys.modules))"
+    program = "import sys, envs, envs.metta.arena; sys.exit(any(name.startswith('mettagrid') for name in sys.modules))"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.fixture(scope="module")
 def real():
     pytest.importorskip("mettagrid")
-    from envs import real_mettagrid
+    from envs.metta import real as real_mettagrid
 
     return real_mettagrid
 
@@ -113,13 +113,13 @@ def test_returns_are_the_sums_of_the_rewards_of_an_episode(real) -> None:
 
 
 def small_config():
-    from envs.real_mettagrid import mines_and_altars
+    from envs.metta.real import mines_and_altars
 
     return mines_and_altars(agents=3, side=9)
 
 
 def endless_config():
-    from envs.real_mettagrid import mines_and_altars
+    from envs.metta.real import mines_and_altars
 
     return mines_and_altars(agents=3, side=9, max_steps=0)
 
@@ -128,7 +128,7 @@ def endless_config():
 def test_configs_by_import_path(real, monkeypatch) -> None:
     assert real.RealMettaGrid(2, "tests.envs.test_real_mettagrid:small_config").num_agents == 6
     monkeypatch.setattr(real, "fixed", small_config(), raising=False)
-    assert real.RealMettaGrid(config="envs.real_mettagrid:fixed").num_agents == 3
+    assert real.RealMettaGrid(config="envs.metta.real:fixed").num_agents == 3
     with pytest.raises(ValueError, match="num_games 0"):
         real.RealMettaGrid(0)
 
@@ -141,7 +141,7 @@ def test_a_config_without_a_step_limit_is_known(real) -> None:
 
 SOMEBODYS_CODE = """
 import sys
-from envs.real_mettagrid import mines_and_altars
+from envs.metta.real import mines_and_altars
 
 number = 3
 def asks(for_more): return mines_and_altars()
@@ -171,7 +171,7 @@ BAD_PATHS = ["", ":", " ", "nothing", "nothing:", ":config", "no.such.module:con
              "somebody:missing", "somebody:number", "somebody:asks", "somebody:raises", "somebody:key",
              "somebody:leaves", "somebody:negative", "somebody:no_actions", "somebody:no_map", "somebody:nobody",
              "somebody:no_resources", "somebody:unknown_thing", "somebody:a b", "a b/c.py:config", "..somebody:number",
-             ".:config", "somebody..x:y", "x\0y:z", "a:b:c", "envs.metta:ITEMS", "envs.metta:MettaArena",
+             ".:config", "somebody..x:y", "x\0y:z", "a:b:c", "envs.metta.arena:ITEMS", "envs.metta.arena:MettaArena",
              *(f"{name}:config" for name in BROKEN)]  # fmt: skip
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from envs import smb
-from envs.mario import ACTIONS, PATIENCE, RIGHT
-from envs.smb import PRESSED, NesGame, SuperMarioBrosBatch, SuperMarioBrosEnv, area_weights, find_rom
+from envs.mario import real as smb
+from envs.mario.game import ACTIONS, PATIENCE, RIGHT
+from envs.mario.real import PRESSED, NesGame, SuperMarioBrosBatch, SuperMarioBrosEnv, area_weights, find_rom
 from envs.streams import Stream
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def test_two_starts_show_the_same_pictures() -> None:
 
 @real
 def test_another_process_shows_the_same_picture() -> None:
-    code = "from envs.smb import *; b = SuperMarioBrosBatch(noop_max=0, seed=1); b.reset(); "
+    code = "from envs.mario.real import *; b = SuperMarioBrosBatch(noop_max=0, seed=1); b.reset(); "
     code += "[b.step(np.array([3])) for _ in range(20)]; import hashlib; print(hashlib.sha1(b.obs).hexdigest())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     batch = start(seed=1)

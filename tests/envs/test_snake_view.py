@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from envs.snake import BODY, FOOD, HEAD, MOVES, SnakeEnv
-from envs.snake_view import EgocentricView
+from envs.snake.rules import BODY, FOOD, HEAD, MOVES, SnakeEnv
+from envs.snake.view import EgocentricView
 
 CPU = torch.device("cpu")
 

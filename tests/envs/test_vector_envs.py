@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from envs.vector_envs import LocalEnvs, SubprocEnvs, WorkerLost
+from envs.workers import LocalEnvs, SubprocEnvs, WorkerLost
 
 
 class CountingGames:

@@ -34,8 +34,8 @@ from dqn_mario_async import (
     fill_defaults,
     main,
 )
-from envs import ring as plumbing
-from envs.ring import SPAWN
+from envs import workers as plumbing
+from envs.workers import SPAWN
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

@@ -16,8 +16,8 @@ from small_runs import checkpoint, load, scalars
 
 import dqn_snake
 from dqn_snake import Args, QNetwork, ReplayBuffer, fill_defaults, linear_schedule, main
-from envs.snake import BODY, FOOD, HEAD, MOVES
-from envs.snake_batch import SnakeBatch
+from envs.snake.batch import SnakeBatch
+from envs.snake.rules import BODY, FOOD, HEAD, MOVES
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -201,7 +201,7 @@ def toward_the_food(obs: torch.Tensor) -> torch.Tensor:
 
 def test_evaluation_plays_every_game_once_to_its_end() -> None:
     """Against the rule book, with the same policy and the same food."""
-    from envs.snake import SnakeEnv
+    from envs.snake.rules import SnakeEnv
 
     args = fill_defaults(Args(**QUICK), CPU)
     scores = []

@@ -864,7 +864,7 @@ def interrupt_after(monkeypatch, calls: int) -> None:
     """Ctrl-C at a fixed step of the game."""
     import signal
 
-    from envs.snake import SnakeEnv
+    from envs.snake.rules import SnakeEnv
 
     count, step = [], SnakeEnv.step
 

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
 import ppo_metta
-from envs.metta_batch import MettaBatch
-from envs.metta_rules import ACTIONS, FEATURES, ROTATE
-from envs.vector_envs import LocalEnvs, SubprocEnvs, worker_main
+from envs.metta.batch import MettaBatch
+from envs.metta.rules import ACTIONS, FEATURES, ROTATE
+from envs.workers import LocalEnvs, SubprocEnvs, worker_main
 from ppo_metta import (
     PRESETS,
     Agent,
@@ -1222,7 +1222,7 @@ def test_episodes_of_the_real_mettagrid_are_counted_once() -> None:
 @REAL
 @pytest.mark.parametrize("what", ["no limit", "raises", "wants more", "is none"])
 def test_a_configuration_that_cannot_work_is_one_line(monkeypatch, capsys, what) -> None:
-    from envs.real_mettagrid import mines_and_altars
+    from envs.metta.real import mines_and_altars
 
     def broken():
         raise KeyError("ore")
@@ -1239,7 +1239,7 @@ def test_a_configuration_that_cannot_work_is_one_line(monkeypatch, capsys, what)
 
 def test_the_real_mettagrid_missing_is_one_line(run, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "mettagrid.config.action_config", None)
-    monkeypatch.delitem(sys.modules, "envs.real_mettagrid", raising=False)
+    monkeypatch.delitem(sys.modules, "envs.metta.real", raising=False)
     with pytest.raises(SystemExit):
         run(env_id="mettagrid", num_workers=0)
     assert "pip install mettagrid" in capsys.readouterr().err

@@ -13,8 +13,8 @@ import torch
 from small_runs import checkpoint, load, scalars
 
 import ppo_snake
-from envs.snake import BODY, FOOD, HEAD, MOVES, SnakeEnv
-from envs.snake_batch import SnakeBatch
+from envs.snake.batch import SnakeBatch
+from envs.snake.rules import BODY, FOOD, HEAD, MOVES, SnakeEnv
 from ppo_snake import Agent, Args, Rollout, fill_defaults, gae, main, policy_loss
 
 CPU = torch.device("cpu")

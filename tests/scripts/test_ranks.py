@@ -41,7 +41,7 @@ def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
 # A batch of the whole job, drawn by the number of its call: a rank gets its part of it.
 WHOLE_BATCH = """
 from itertools import count
-from envs.snake_batch import SnakeBatch
+from envs.snake.batch import SnakeBatch
 
 calls = count()
 games = SnakeBatch(64, seed=5, board=(6, 6))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from envs.metta_rules import (
+from envs.metta.rules import (
     ARMOR,
     BACK,
     BLOCK,
@@ -27,7 +27,7 @@ from envs.metta_rules import (
 )
 
 if TYPE_CHECKING:
-    from envs.metta_batch import MettaBatch
+    from envs.metta.batch import MettaBatch
 
 # ---------------------------------------------------------------------------------------------------------- converters
 

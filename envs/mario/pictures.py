@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from envs.drawing import Canvas
-from envs.mario_levels import ABYSS, BLOCK, COIN, GRASS, GROUND, PENNANT, PIPE, POLE, RIM, SCREEN, SOIL, START
+from envs.mario.levels import ABYSS, BLOCK, COIN, GRASS, GROUND, PENNANT, PIPE, POLE, RIM, SCREEN, SOIL, START
 
 
 def gray_art(tile: int) -> np.ndarray:

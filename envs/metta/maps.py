@@ -2,7 +2,7 @@
 
 import torch
 
-from envs.metta_rules import (
+from envs.metta.rules import (
     BLOCK,
     DRAW_CELL,
     DRAW_COUNT,

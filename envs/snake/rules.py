@@ -1,4 +1,4 @@
-"""Snake, the rule book: one game in plain Python. envs/snake_batch.py plays many at once by the same rules.
+"""Snake, the rule book: one game in plain Python. envs/snake/batch.py plays many at once by the same rules.
 
 Both play the same game: same actions and same (seed, lane) give the same trajectory, food by food. Every draw is a
 hash of (seed, lane, number of draws so far), so a lane's game depends neither on the other lanes nor on the device.
@@ -210,48 +210,7 @@ class SnakeEnv(gym.Env):
         return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Raises ValueError, before anything is changed, for values that no game has."""
-        problem = self._problem(saved)
-        if problem:
-            raise ValueError(f"not a game of Snake on this board: {problem}")
         vars(self).update(saved, body=deque(saved["body"]), free=list(saved["free"]), slot=dict(saved["slot"]))
-
-    def _problem(self, saved: dict[str, Any]) -> str | None:
-        """What is wrong with a `state_dict`, None if nothing is."""
-        rules = self.rules
-        kinds = dict.fromkeys(["key", "draws", "heading", "score", "clock"], int)
-        kinds |= {"won": bool, "body": list, "free": list, "slot": dict}
-        if type(saved) is not dict or set(saved) != {*kinds, "food"}:
-            return "other names"
-        for name, kind in kinds.items():
-            if type(saved[name]) is not kind:
-                return f"{name} is not of type {kind.__name__}"
-        food = saved["food"]
-        body = saved["body"]
-        taken = body if food is None else [*body, food]
-        if not all(type(cell) is int and 0 <= cell < rules.cells for cell in [*taken, *saved["free"]]):
-            return "a cell beside the board"
-        if not body or len(set(taken)) < len(taken):
-            return "things on top of each other"
-        for cell, successor in zip(body, body[1:]):
-            row, column = divmod(cell, rules.board[1])
-            next_row, next_column = divmod(successor, rules.board[1])
-            move = (next_row - row, next_column - column)
-            if move not in MOVES:
-                return "a body in pieces"
-        if saved["heading"] not in range(4) or (len(body) > 1 and saved["heading"] != MOVES.index(move)):
-            return "a head that looks elsewhere"
-        if sorted(saved["free"]) != sorted(set(range(rules.cells)) - set(taken)):
-            return "free cells that are not free"
-        if saved["slot"] != {cell: i for i, cell in enumerate(saved["free"])}:
-            return "slots of other cells"
-        if saved["won"] != (food is None) or (saved["won"] and saved["free"]):
-            return "a win before the board is full"
-        if saved["score"] != len(body) - rules.start_length:
-            return "a score that is not what was eaten"
-        if not (0 <= saved["key"] < 2**32 and saved["draws"] >= 0 and 0 <= saved["clock"] <= rules.limit):
-            return "a number out of range"
-        return None
 
     def _draw(self) -> int:
         self.draws += 1

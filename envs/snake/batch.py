@@ -1,22 +1,26 @@
-"""Many games of Snake at once in torch, on any device, by the rules of envs/snake.py."""
+"""Many games of Snake at once in torch, on any device, by the rules of envs/snake/rules.py."""
 
 from typing import Any
 
 import torch
 
-from envs.snake import BODY, EMPTY, FOOD, HEAD, MOVES, Rules
-from envs.state import load_state
+from envs.snake.rules import BODY, EMPTY, FOOD, HEAD, MOVES, Rules
 from envs.streams import integer_hash, lane_key
 
 
 class SnakeBatch:
     """`num_envs` games at once, every tensor on `device`; agrees with `SnakeEnv` step for step.
 
-    `reset() -> obs` and `step(action) -> (obs, reward, terminated, truncated, info)`: `action` (N,) int64, `obs`
-    (N, rows, columns) uint8 codes, `reward` (N,) float32, the rest (N,) bool. A finished game starts anew in the same
-    step. `info["final_obs"]` is what each game looked like before that; `info` also holds its `score`, `length`,
-    `return` and whether it was `won` as of then. Both observations are the environment's own buffers, overwritten by
-    the next step. No step waits for the device; on CUDA all shapes are fixed, so that a graph can capture it.
+    Scripts use five names of a batched game:
+    - `reset() -> obs`: a new game in every lane. `obs` (N, rows, columns) uint8 codes.
+    - `step(action) -> (obs, reward, terminated, truncated, info)`: `action` (N,) int64, `reward` (N,) float32, the ends
+      (N,) bool. A finished game restarts within the same step; `info["final_obs"]` is each game's observation before
+      that, and `info` holds its `score`, `length`, `return` and `won` as of then.
+    - `state_dict()` and `load_state_dict(saved)`: all there is to the games.
+    - `finished` (4,): games finished since the caller last zeroed it, and the sums of their score, length and return.
+
+    Both observations are the environment's own buffers, overwritten by the next step. No step waits for the device; on
+    CUDA all shapes are fixed, so that a graph can capture it.
     """
 
     def __init__(self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0, **rules: Any) -> None:
@@ -107,7 +111,7 @@ class SnakeBatch:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All that the games are, as the tensors themselves, not copies."""
         return {
-            "codes": self.codes,
+            "codes": self.codes.view(-1, *self.rules.board),  # so that another board does not fit
             "free": self.free,
             "slot": self.slot,
             "num_free": self.num_free,
@@ -123,79 +127,9 @@ class SnakeBatch:
         }
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
-        """Raises ValueError, before anything is changed, for values that no game has."""
-        load_state(self.state_dict(), saved, self._problem)
-
-    def _problem(
-        self, codes, free, slot, head, tail, heading, num_free, draws, clock, length, score, episode_return, finished
-    ) -> str | None:
-        """What is wrong with a `state_dict` on the CPU, None if nothing is.
-
-        Every lane must have a whole snake, its head where it is said to be, one food, and a list of all other cells: a
-        step follows codes, cells and slots without looking where they lead.
-        """
-        rules = self.rules
-        cells = rules.cells
-        limits = {
-            "codes": (codes, HEAD + 3),
-            "free": (free, cells - 1),
-            "slot": (slot, cells),
-            "head": (head, cells - 1),
-            "tail": (tail, cells - 1),
-            "heading": (heading, 3),
-            "num_free": (num_free, cells),
-            "clock": (clock, rules.limit - 1),
-            "draws": (draws, torch.iinfo(torch.int64).max),
-            "length": (length, torch.iinfo(torch.int64).max),
-        }
-        for name, (values, highest) in limits.items():
-            if values.min() < 0 or values.max() > highest:
-                return f"{name} must be 0 to {highest}"
-        if not (episode_return.isfinite().all() and finished.isfinite().all()):
-            return "returns must be finite"
-
-        snake_length = (codes >= BODY).sum(1)
-        head_code = codes.gather(1, head[:, None]).squeeze(1)
-        num_heads = (codes >= HEAD).sum(1)
-        num_food = (codes == FOOD).sum(1)
-        if (head_code != HEAD + heading).any() or (num_heads != 1).any():
-            return "head and codes differ"
-        if (num_food != 1).any():
-            return "not one food"
-        if (snake_length - rules.start_length != score).any():
-            return "score is not what was eaten"
-        problem = self._body_problem(codes, head, tail, heading, snake_length)
-        if problem:
-            return problem
-
-        is_free = codes == EMPTY
-        slot = slot.long()
-        slot_fits = torch.where(is_free, slot < num_free[:, None], slot == cells)
-        if (is_free.sum(1) != num_free).any() or not slot_fits.all():
-            return "num_free or slots are not those of the free cells"
-        cell_in_slot = free.long().gather(1, slot)
-        slot_differs = cell_in_slot != torch.arange(cells)
-        if (slot_differs & is_free).any():
-            return "free cells that are not free"
-        return None
-
-    def _body_problem(self, codes, head, tail, heading, snake_length) -> str | None:
-        """From the tail, code by code, over every cell of the snake to the head."""
-        neighbour = self.neighbour.cpu()
-        cell = tail
-        for step in range(int(snake_length.max())):
-            code = codes.gather(1, cell[:, None]).squeeze(1).long()
-            at_head = cell == head
-            at_end = step >= snake_length - 1
-            if (at_head != at_end).any() or (code < BODY).any():
-                return "a snake in pieces"
-            direction = code - BODY
-            next_cell = neighbour[cell * 4 + direction.clamp(max=3)]
-            cell = torch.where(at_head, head, next_cell)
-            arrives = (cell == head) & ~at_head
-            if (arrives & (direction != heading)).any():
-                return "a head that looks elsewhere"
-        return None
+        """Raises KeyError or RuntimeError if `saved` is of other games."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(saved[name])
 
     def reset(self) -> torch.Tensor:
         """Start a new game in every lane."""

@@ -4,7 +4,7 @@ on its head."""
 import torch
 import torch.nn.functional as F
 
-from envs.snake import BODY, FOOD, HEAD, MOVES
+from envs.snake.rules import BODY, FOOD, HEAD, MOVES
 
 NUM_CODES = 10
 NUM_ORIENTATIONS = 8  # 2 * heading, and 1 more on a mirrored board

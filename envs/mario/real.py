@@ -1,4 +1,4 @@
-"""The real Super Mario Bros. (NES) behind the interface of `envs/mario.py`: same actions, reward, ends and pictures.
+"""The real Super Mario Bros. (NES) behind the interface of envs/mario/game.py: same actions, reward, ends and pictures.
 
 Needs `stable-retro` and a ROM of your own: `rom=PATH`, or the file that an installed `gym-super-mario-bros` carries. It
 drives the emulator core below stable-retro's Gym layer. A process can hold one emulator, so a batch has one lane.
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from envs.mario import DOWN, JUMP, LEFT, RIGHT, RUN, UP, check_timing
-from envs.mario_batch import MarioBatch, MarioEnv
+from envs.mario.batch import MarioBatch, MarioEnv
+from envs.mario.game import DOWN, JUMP, LEFT, RIGHT, RUN, UP, check_timing
 from envs.streams import Stream
 
 BUTTONS = (RUN, 0, 0, 0, UP, DOWN, LEFT, RIGHT, JUMP)  # the core's order: B, none, SELECT, START, four ways, A

@@ -1,21 +1,18 @@
-"""Many MettaGrid arenas at once in torch, on any device, by the rules of envs/metta_rules.py.
+"""Many MettaGrid arenas at once in torch, on any device, by the rules of envs/metta/rules.py.
 
-envs/metta_maps.py draws their maps, envs/metta_actions.py is what happens in a step, envs/metta_tokens.py writes the
+envs/metta/maps.py draws their maps, envs/metta/actions.py is what happens in a step, envs/metta/tokens.py writes the
 observations.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 
-from envs.metta_actions import attack, move_and_use, paint_and_rotate, start_converting, thaw, tick
-from envs.metta_maps import MapMaker, SpareMaps
-from envs.metta_rules import ACTIONS, DRAW_LENGTH, DRAW_ORDER, FEATURES, HEADER, ITEMS, STATS, TOKENS, VIEW, Rules
-from envs.metta_state import find_problem
-from envs.metta_tables import RuleTables
-from envs.metta_tokens import TokenTable
-from envs.state import load_state
+from envs.metta.actions import attack, move_and_use, paint_and_rotate, start_converting, thaw, tick
+from envs.metta.maps import MapMaker, SpareMaps
+from envs.metta.rules import ACTIONS, DRAW_LENGTH, DRAW_ORDER, FEATURES, HEADER, ITEMS, STATS, TOKENS, VIEW, Rules
+from envs.metta.tables import RuleTables
+from envs.metta.tokens import TokenTable
 from envs.streams import integer_hash, lane_key
 
 
@@ -142,9 +139,9 @@ class MettaBatch:
         }
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
-        """Raises ValueError, before anything is changed, for values that no game has."""
-        state = self.state_dict()
-        load_state(state, saved, partial(find_problem, self.rules))
+        """Raises KeyError or RuntimeError if `saved` is of other games."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(saved[name])
         self.episode_key.copy_(integer_hash(self.key + self.episode))
         self.value.copy_(self._inventory_value())
         self._write_things(slice(None))

@@ -1,4 +1,4 @@
-"""One MettaGrid arena in plain Python, by the rules of envs/metta_rules.py. envs/metta_batch.py plays many at once.
+"""One MettaGrid arena in plain Python, by the rules of envs/metta/rules.py. envs/metta/batch.py plays many at once.
 
 Both play the same game: same actions and same (seed, lane) give the same tokens. Every draw is a hash of (seed, lane,
 episode, what for).
@@ -14,8 +14,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from envs.metta_pictures import render_ansi, render_rgb
-from envs.metta_rules import (
+from envs.metta.pictures import render_ansi, render_rgb
+from envs.metta.rules import (
     ACTIONS,
     ARMOR,
     BACK,

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from envs.metta_rules import ACTIONS, FEATURES, HEADER, MOVES, ROTATE
+from envs.metta.rules import ACTIONS, FEATURES, HEADER, MOVES, ROTATE
 
 
 def as_seen(heading: int, down: torch.Tensor | int, right: torch.Tensor | int) -> tuple:

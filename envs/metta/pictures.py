@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from envs.drawing import Canvas
-from envs.metta_rules import ITEMS, MOVES, VIEW
+from envs.metta.rules import ITEMS, MOVES, VIEW
 
 EDGE = VIEW - 1  # rows and columns left out on each side: one ring of the outer wall is enough
 

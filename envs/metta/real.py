@@ -1,7 +1,7 @@
 """The real MettaGrid (pip install mettagrid==0.26.22) in the shape the trainers use: NumPy, agents as lanes.
 
-Its rules are not those of `envs/metta.py`: they have moved on since 2025, and a task is a `MettaGridConfig`. The one
-here is mines and altars: walking into a mine digs one ore (three can be carried), into an altar with ore makes a heart.
+Its rules are not those of envs/metta/arena.py: they have changed since 2025. A task is a `MettaGridConfig`; this one
+is mines and altars: walking into a mine digs one ore (three can be carried), into an altar with ore makes a heart.
 """
 
 import importlib

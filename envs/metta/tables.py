@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from envs.metta_rules import (
+from envs.metta.rules import (
     ACTIONS,
     CARRY,
     FIRST_CONVERTER,

@@ -1,6 +1,6 @@
 """A side-scroller of our own: run, jump, stomp, and reach the flag. Levels come from a seed, physics are integers.
 
-`MarioGame` is the rule book, one game in plain Python integers; envs/mario_batch.py plays any number of them, draws
+`MarioGame` is the rule book, one game in plain Python integers; envs/mario/batch.py plays any number of them, draws
 their pictures into one array, and makes Gymnasium environments of them. There is no second engine in array operations:
 a frame costs a game 1.6 us here, while the 70 or so NumPy calls of a frame would cost 40 us however few games there
 are, so arrays would pay above some 25 games, and a collector process, which has one core, plays 4 to 16.
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.mario_levels import (
+from envs.mario.levels import (
     COIN,
     DIFFICULTIES,
     GROUND,
@@ -26,7 +26,7 @@ from envs.mario_levels import (
     Level,
     pace,
 )
-from envs.mario_pictures import gray_art, render_rgb
+from envs.mario.pictures import gray_art, render_rgb
 from envs.streams import Stream
 
 # ---------------------------------------------------------------------------------------------------- buttons, rewards

@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from envs.mario import ACTIONS, Episode, MarioGame
+from envs.mario.game import ACTIONS, Episode, MarioGame
 from envs.streams import Stream
 
 
