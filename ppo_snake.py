@@ -721,7 +721,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     def update():
         advantage = advantages.flatten()[index]
         advantage = advantage - mean_over_ranks(advantage.mean())
-        variance = mean_over_ranks(advantage.square().sum()) * RANKS / (minibatch_size - 1)
+        variance = mean_over_ranks(advantage.square().sum()) * RANKS / (minibatch_size * RANKS - 1)
         advantage = advantage / (variance.sqrt() + 1e-8)
         loss, means = minibatch_loss(advantage)
         optimizer.zero_grad()
