@@ -1,9 +1,11 @@
-"""Starts scripts as the ranks of a torchrun: directly, which is sooner, or by torchrun itself."""
+"""Starts scripts as the ranks of a torchrun job, directly or by torchrun, and looks after processes."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +98,35 @@ def torchrun(folder: Path, name: str, flags: dict[str, Any], *options: object) -
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that a process has started, and theirs."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found |= {child} | descendants(child)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = re.search(r"^State:\s+(\S)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(processes: set[int], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while left := {pid for pid in processes if is_alive(pid)}:
+        assert time.monotonic() < end, f"processes {left} live on"
+        time.sleep(0.05)
+
+
+def wait_until_removed(shared_before: set[str], seconds: float = 20) -> None:
+    """Tests beside this one make semaphores too, which have a name for a moment."""
+    end = time.monotonic() + seconds
+    while left := set(os.listdir("/dev/shm")) - shared_before:
+        assert time.monotonic() < end, f"shared memory {left} is left"
+        time.sleep(0.05)

@@ -1,6 +1,7 @@
 """Each script with flags for a run of about a second, for the tests that hold for all scripts."""
 
 import importlib
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,19 @@ class Script:
             patch.setattr(sys, "argv", [f"{self.name}.py", *map(str, words)])
             parsed = self.module.parse_args()
         return parsed[0] if isinstance(parsed, tuple) else parsed  # compat also says where its settings come from
+
+    def cli(self, *words: object) -> dict[str, Any]:
+        """What `main` gives for a command line."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [f"{self.name}.py", *map(str, words)])
+            parsed = self.module.parse_args()
+        return self.module.main(*parsed) if isinstance(parsed, tuple) else self.module.main(parsed)
+
+    def program(self, *words: str) -> None:
+        """The script from its first line to its last, in this process."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [f"{self.name}.py", *words])
+            runpy.run_path(str(ROOT / f"{self.name}.py"), run_name="__main__")
 
     def words(self, **flags: Any) -> list[str]:
         """The small flags as a command line."""
