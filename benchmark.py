@@ -1,44 +1,42 @@
-"""Measures what the scripts do, by running them beside their peers, and writes the pages in benchmarks/pages.
+"""Measures the scripts and their peers, and writes the tables on benchmarks/pages.
 
     python benchmark.py                          # --suite snake: 12 minutes on two cores
-    python benchmark.py --suite switches --fast  # fewer rows and shorter runs
-    python benchmark.py --suite sweep --write-env  # the fastest settings of the transformer go into .env
-    python benchmark.py --compare benchmarks/results/env.json --suite env  # exit code 1 if a ratio to a peer fell
-    python benchmark.py --suite gpu              # all that is worth knowing of one GPU, in ten minutes
-    python benchmark.py --suite gpu --device cpu --fast  # its code with tiny sizes, in 90 seconds; nothing is written
+    python benchmark.py --suite switches --fast  # smoke test: fewer rows, shorter runs
+    python benchmark.py --suite sweep --write-env  # writes the fastest settings of the transformer to .env
+    python benchmark.py --compare benchmarks/results/env.json --suite env  # exit code 1 if a ratio is lower
+    python benchmark.py --suite gpu              # one GPU in ten minutes
+    python benchmark.py --suite gpu --device cpu --fast  # smoke test on a CPU, writes nothing
 
-Suites, with their tables, and how long they take on two cores:
+Suites, their tables, and their time on two cores:
 
-    snake: env, act, train, update: the game, with the network, learning, the learner   12 minutes
-    sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py beside the original       30 minutes
-    metta: metta-env, metta-hearts, metta-speed, metta-peer, metta-subproc: the arena alone, without learning,
-        ppo_metta.py by network, beside SB3, with workers: 22 minutes; metta-presets: five minutes a run
-                                                                                        52 minutes
+    snake: env, act, train, update: dqn_snake.py's game, network, training and learner  12 minutes
+    sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py compared with SB3         30 minutes
+    metta: metta-env, metta-hearts, metta-speed, metta-peer, metta-subproc, metta-presets: the arena alone, baseline
+        players, ppo_metta.py by network, compared with SB3, with workers; presets     52 minutes
     metta-learn: metta-learn-arena, metta-learn-navigation, metta-learn-real:
         hearts after ten minutes of the arena, navigation and MettaGrid                  2 hours
-    diagnose: speed, latency and memory of ppo_metta.py before and after each switch    30 minutes
-    mario: mario-env, mario-async, mario-switches: games, emulator and collectors; collecting beside learning;
-        collectors, games, batches and weights of dqn_mario_async.py                    35 minutes
-    mario-levels: mario-learn, mario-learn-1, mario-learn-2: flags after 1, 5 and 15 minutes, three seeds, also of
-        harder levels                                                                  2.5 hours
-    mario-real: how far the real 1-1 is played after up to 20 minutes, and how it ends  70 minutes
-    bf16, busy: --bf16 in every script; every script beside one busy process            25 minutes
-    switches: every switch alone and together                                           40 minutes
-    scaling: cost as games, batch, board and agents grow                                30 minutes
-    learn: score after one, two and ten minutes, three seeds                                1 hour
-    ppo-snake: ppo-snake-learn, ppo-snake-learn-600, ppo-snake-6x6, ppo-snake-20x20, ppo-snake-speed:
-        score and boards filled after one, two and ten minutes, on a small board and, after half an hour, on a large
-        one, three seeds; speed by games                                               2.5 hours
-    ranks: torchrun with two ranks beside one, and what an all-reduce costs             20 minutes
-    time-to-score: seconds to 5, 10, 20, 30 food beside SB3, up to 20 minutes a run      70 minutes
+    diagnose: speed, latency and memory of ppo_metta.py by switch                       30 minutes
+    mario: mario-env, mario-async, mario-switches: games, emulator and collectors; parallel collecting; switches
+                                                                                        35 minutes
+    mario-levels: mario-learn, mario-learn-1, mario-learn-2: flags after 1, 5 and 15 minutes at three difficulties
+                                                                                       2.5 hours
+    mario-real: distance and flags in the real 1-1 after up to 20 minutes               70 minutes
+    bf16, busy: scripts with --bf16; scripts with one core kept busy                    25 minutes
+    switches: every switch of dqn_snake.py                                              40 minutes
+    scaling: cost of a step as games, batch, board and agents grow                      30 minutes
+    learn: score of dqn_snake.py after one, two and ten minutes                             1 hour
+    ppo-snake: ppo-snake-learn, ppo-snake-learn-600, ppo-snake-6x6, ppo-snake-20x20, ppo-snake-speed: score and full
+        boards of ppo_snake.py by time and board size; speed by number of games        2.5 hours
+    ranks: torchrun with two ranks, and the cost of an all-reduce                       20 minutes
+    time-to-score: seconds to 5, 10, 20, 30 food, ours and SB3, up to 20 minutes a run  70 minutes
     time-to-score-ppo: the same with ppo_snake.py and the two fastest                   10 minutes
     time-to-hearts, time-to-distance: the same in the arena and in Mario               2.5 hours
-    all: all of them. --suite also takes the name of a single table
-    gpu: not among them, since it needs CUDA: games alone, every switch, food, arena, transformer   10 minutes
+    all: all of the above. --suite also accepts a single table
+    gpu: needs CUDA, not part of all: games alone, switches, food, arena, transformer   10 minutes
 
-A table replaces its own section of its page and leaves the rest alone; raw results go to benchmarks/results, and
-pictures are drawn from those. What is compared takes turns (A B A B ...); medians are over `--repeats` rounds after one
-that does not count. Ratios are taken within a round.
+A table replaces its own section of its page; raw results are written to benchmarks/results, and plots are drawn from
+them. Compared rows run in turn (A B A B ...); medians are over `--repeats` rounds after one warm-up round. Ratios are
+computed per round.
 """
 
 import json
@@ -76,23 +74,23 @@ TABLE_FILES = [
     ranks,
     time_to,
     gpu,
-]  # with their tables
+]  # importing them registers their tables
 
 
 def check_options(options: Options, names: list[str], device: torch.device) -> None:
-    """Refuse in one line what cannot work."""
+    """Fail with one line on options that cannot work."""
     if options.repeats is not None and options.repeats < 1:
         fail(f"--repeats {options.repeats}: must be at least 1")
     if options.seconds is not None and options.seconds < 1:
         fail(f"--seconds {options.seconds}: must be at least 1")
     if options.device == "cuda" and device.type != "cuda":
-        fail("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
+        fail("--device cuda: no CUDA device; use cpu or auto")
     if options.suite == "gpu" and device.type == "cpu" and not options.fast:
-        fail("--suite gpu: needs CUDA; with --device cpu --fast its code is tried out, and nothing is written")
+        fail("--suite gpu: needs CUDA; use --device cpu --fast for a smoke test")
     if options.seconds and "metta-presets" not in names:
-        fail(f"--seconds {options.seconds}: is of the runs of metta-presets, which --suite {options.suite} has not")
+        fail(f"--seconds {options.seconds}: only applies to metta-presets, which is not in --suite {options.suite}")
     if options.write_env and "sweep" not in names:
-        fail(f"--write-env: --suite {options.suite} has nothing to write; with sweep, sb3 or all it works")
+        fail("--write-env: needs --suite sweep, sb3 or all")
 
 
 def main(options: Options) -> None:
@@ -101,9 +99,6 @@ def main(options: Options) -> None:
     names = SUITES.get(options.suite, [options.suite])
     check_options(options, names, device)
     reference = report.read_reference(options, names, device)
-    report.check_files(options, names, device)
-    if options.write_env:
-        sb3_compat.write_env({})  # what cannot be written is refused before anything is measured
 
     about = harness.machine(device)
     records = []
@@ -122,7 +117,7 @@ def main(options: Options) -> None:
     if reference:
         if not report.compare(reference, records):
             raise SystemExit(1)
-    elif names != ["gpu"]:  # of which there are no pictures
+    elif names != ["gpu"]:  # has no plots
         plots.draw_all(device)
 
 

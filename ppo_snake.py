@@ -20,7 +20,6 @@ import threading
 import time
 import warnings
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -192,8 +191,8 @@ def rules_of(args: Args) -> Rules:
         rows, columns = args.board.split("x")
         board = (int(rows), int(columns))
         return Rules(**VARIANTS[args.env_id] | {"board": board, "observation": "codes"})
-    except ValueError as error:
-        fail(f"--board {args.board}: {error}; 10x10 works")
+    except ValueError:
+        fail(f"--board {args.board}: must be rows x columns, 4 to 64 each; 10x10 works")
 
 
 def make_envs(args: Args, num_envs: int, device: torch.device, seed: int) -> SnakeBatch:
@@ -305,13 +304,12 @@ def progress_of(args: Args, global_step: int, seconds: float) -> float:
 # --------------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
+def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> dict:
     """Scores of `episodes` greedy games, the first of each environment, with seeds that training never uses."""
     envs = make_envs(args, episodes, device, EVAL_SEED)
     obs = envs.reset()
     action = torch.zeros(episodes, dtype=torch.int64, device=device)
     score = torch.full_like(action, -1)  # while the game is played
-    won = torch.zeros(episodes, dtype=torch.bool, device=device)
     while True:
         playing = (score < 0).nonzero().squeeze(1)
         if len(playing) == 0:
@@ -320,13 +318,14 @@ def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> d
         obs, _, terminated, truncated, info = envs.step(action)
         first_end = (terminated | truncated) & (score < 0)
         score = torch.where(first_end, info["score"], score)
-        won |= first_end & info["won"]
     score = score.double()
+    rules = rules_of(args)
+    full_board = rules.cells - rules.start_length
     return {
         "eval_score_mean": score.mean().item(),
         "eval_score_median": score.median().item(),
         "eval_score_max": score.max().item(),
-        "eval_full_boards": won.double().mean().item(),
+        "eval_full_boards": (score == full_board).double().mean().item(),
         "eval_episodes": episodes,
     }
 
@@ -337,7 +336,7 @@ def watch_game(agent: Agent, args: Args, device: torch.device, render_mode: str)
     return play(env, lambda obs: agent.greedy_move(torch.as_tensor(obs, device=device)[None]).item(), EVAL_SEED)
 
 
-def report(agent: Agent, args: Args, device: torch.device, scores: dict[str, float], folder: Path) -> None:
+def report(agent: Agent, args: Args, device: torch.device, scores: dict, folder: Path) -> None:
     """Print the scores and write the GIF."""
     print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
@@ -355,7 +354,7 @@ def report(agent: Agent, args: Args, device: torch.device, scores: dict[str, flo
 def fail(message: str) -> NoReturn:
     """End the program with one line about what the user asked for, and exit code 2."""
     line = " ".join(message.split())
-    print(f"{SCRIPT}.py: {line[:500]}", file=sys.stderr)
+    print(f"{SCRIPT}.py: {line[:400]}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -436,6 +435,20 @@ class PhaseTimer:
         return seconds
 
 
+def catch_signals() -> list[int]:
+    """Ctrl-C and SIGTERM: the first is added to this list, the second ends the program."""
+    signals = []
+
+    def handle_signal(number, frame):
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+
+    signal.signal(signal.SIGINT, handle_signal)
+    signal.signal(signal.SIGTERM, handle_signal)
+    return signals
+
+
 def join_ranks() -> None:
     """Connect the processes of a torchrun job; only rank 0 prints."""
     if RANK > 0:
@@ -492,12 +505,11 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as a RuntimeError
-        with suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
         raise OSError(f"{path}: not saved ({error}); the checkpoint before is whole") from None
 
 
-def load_checkpoint(args: Args) -> tuple[Path, dict]:
+def load_checkpoint(args: Args) -> tuple:
     """Path and content of the checkpoint that --resume or --evaluate names. Nothing in it is executed."""
     flag = "resume" if args.evaluate is None else "evaluate"
     name = getattr(args, flag)
@@ -521,7 +533,8 @@ def load_checkpoint(args: Args) -> tuple[Path, dict]:
         if min(checkpoint["global_step"], checkpoint["elapsed"]) < 0:
             raise ValueError("its counters are negative")
     except Exception as error:
-        fail(f"--{flag} {name}: {path} cannot be loaded ({error}); a checkpoint, a run folder or latest works")
+        problem = f"{path} cannot be loaded ({type(error).__name__}: {error})"
+        fail(f"--{flag} {name}: {problem}; a checkpoint, a run folder or latest works")
     return path, checkpoint
 
 
@@ -575,7 +588,7 @@ def main(args: Args) -> dict:
     try:
         agent.load_state_dict(checkpoint["agent"])
     except Exception as error:
-        fail(f"--evaluate {args.evaluate}: {error}")
+        fail(f"--evaluate {args.evaluate}: {type(error).__name__}: {error}")
     if RANK > 0:
         return {}
     if args.render:
@@ -590,17 +603,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     start_time = time.perf_counter()
     if RANKS > 1:
         join_ranks()
-
-    signals = []
-
-    def handle_signal(number, frame):
-        """The first signal ends the loop after this round, the second one the program."""
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(number)
-
-    signal.signal(signal.SIGINT, handle_signal)
-    signal.signal(signal.SIGTERM, handle_signal)
+    signals = catch_signals()
 
     # --- network and games, new or from a checkpoint --------------------------------------------------------------
     global_step = 0
@@ -641,7 +644,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 envs.load_state_dict(checkpoint["envs"])
                 generator.set_state(checkpoint["generator"])
         except Exception as error:
-            fail(f"--resume {args.resume}: {error}")
+            fail(f"--resume {args.resume}: {type(error).__name__}: {error}")
     learning_rate = optimizer.param_groups[0]["lr"]  # a tensor, as all that changes in a CUDA graph
 
     # --- the rollout: `num_steps` steps of every game -------------------------------------------------------------
@@ -784,7 +787,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
     timer.lap()
-    while progress < 1 and not stop:
+    while True:
         # 1 act and step, 2 store
         for number in range(args.num_steps):
             step.fill_(number)
@@ -849,13 +852,15 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             if not math.isfinite(losses[0]):
                 fail(f"--learning-rate {args.learning_rate:g}: the loss is {losses[0]}; a lower one works")
             timer.lap("log")
-        if args.eval_every and seconds >= last_eval + args.eval_every and not is_last:
+        if is_last:
+            break
+        if args.eval_every and seconds >= last_eval + args.eval_every:
             if RANK == 0:
                 scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
             seconds, stop = clock()
             last_eval = seconds  # the interval is from the end of one to the start of the next
             timer.lap()
-        if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every and not is_last:
+        if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every:
             last_checkpoint = seconds
             save()
             timer.lap()

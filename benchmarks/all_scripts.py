@@ -1,4 +1,4 @@
-"""Tables over all scripts: bf16, a busy machine, and what a step costs as work grows."""
+"""Tables over all scripts: bf16, a busy machine, and scaling."""
 
 import math
 import subprocess
@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.harness import SPEED_RUN, Options, column, median, ratios
-from benchmarks.report import markdown_table, median_min_max, table
+from benchmarks.report import markdown_table, median_min_max, peak_gib, table
 
 BF16_COMMANDS = [
     "dqn_snake.py",
@@ -26,7 +26,7 @@ BF16_COMMANDS = [
 @table(
     "bf16",
     caption="""
-    Every script with `--bf16` beside itself without it, in turn: steps end to end, and learning alone.
+    Every script with and without `--bf16`, in turn: end-to-end steps, and learning alone.
     """,
 )
 def bf16(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -53,12 +53,12 @@ def bf16(options: Options, device: torch.device) -> tuple[str, dict]:
             row += [median_min_max(without), median_min_max(with_it), median_min_max(ratios(with_it, without), 2)]
         rows.append([*row, bf16[0]["precision"]])
     header = "command | env steps/s | with `--bf16` | × | "
-    header += "learned from per second, while learning | with `--bf16` | × | precision with it"
+    header += "samples/s while learning | with `--bf16` | × | precision with `--bf16`"
     return markdown_table(header, rows), {"runs": measured}
 
 
-def beside_busy_process(work: Callable[[], dict]) -> dict:
-    """What `work` returns while another process keeps a core busy."""
+def with_busy_process(work: Callable[[], dict]) -> dict:
+    """Call `work` while another process keeps one core busy."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
             return work()
@@ -69,9 +69,9 @@ def beside_busy_process(work: Callable[[], dict]) -> dict:
 @table(
     "busy",
     caption="""
-    Steps per second end to end on a quiet machine and beside one process that keeps a core busy, in turn.
+    End-to-end steps per second on an idle machine and with another process that keeps one core busy, in turn.
 
-    These two scripts take all cores by default, and fewer where they find them busy at the start; the others take one.
+    These two scripts use all cores by default; the others use one.
     """,
 )
 def busy(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -82,18 +82,18 @@ def busy(options: Options, device: torch.device) -> tuple[str, dict]:
         for name, threads in (("default", ""), ("all threads", f"--threads {cores}")):
             flags = f"{SPEED_RUN} --max-seconds {5 if options.fast else 10} {threads}".strip()
             run = partial(harness.run, flags, options, script)
-            calls[f"{script}, {name}, quiet"] = run
-            calls[f"{script}, {name}, busy"] = partial(beside_busy_process, run)
+            calls[f"{script}, {name}, idle"] = run
+            calls[f"{script}, {name}, busy"] = partial(with_busy_process, run)
     measured = harness.alternate(options, calls)
     rows = []
     for script in scripts:
         rates = {}
-        for name in ("default, quiet", "default, busy", "all threads, quiet", "all threads, busy"):
+        for name in ("default, idle", "default, busy", "all threads, idle", "all threads, busy"):
             rates[name] = column(measured[f"{script}, {name}"], "env_steps_per_second")
         gain = ratios(rates["default, busy"], rates["all threads, busy"])
         rows.append([f"`{script}`", *map(median_min_max, rates.values()), median_min_max(gain, 1)])
-    header = "env steps/s of | default, quiet | default, busy | "
-    header += f"`--threads {cores}`, quiet | `--threads {cores}`, busy | × of default while busy"
+    header = "env steps/s of | default, idle | default, busy | "
+    header += f"`--threads {cores}`, idle | `--threads {cores}`, busy | × of default when busy"
     return markdown_table(header, rows), {"runs": measured}
 
 
@@ -108,17 +108,17 @@ SIZES = {  # values by command, smallest first
 
 
 def amount(value: int | str) -> int:
-    """How much work a value is: cells of a board, or the number itself."""
+    """Amount of work of a value: the cells of a board, or the number itself."""
     return math.prod(map(int, str(value).split("x")))
 
 
 @table(
     "scaling",
     caption="""
-    What a step costs as work grows, end to end: a script with one flag changed, smallest first.
+    End-to-end cost of a step as one flag grows.
 
-    A step of `ppo_metta.py` is one agent's. A size whose memory, judged by the growth so far, would not fit is not
-    started.
+    A step of `ppo_metta.py` is one agent step. A size is skipped if its extrapolated memory would not fit. Peak memory
+    is that of the largest process; it is not measured on a GPU.
     """,
 )
 def scaling(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -143,7 +143,7 @@ def scaling(options: Options, device: torch.device) -> tuple[str, dict]:
             except MemoryError:
                 rows.append([f"`{command} {value}`", "too little memory", "", "", "", ""])
                 break
-            peaks.append(max(column(runs, "peak_memory_gib")))
+            peaks.append(max(peak or 0.0 for peak in column(runs, "peak_memory_gib")))  # None on a GPU
             raw.append({"script": script, "flag": flag, "value": value, "runs": runs})
             row = [
                 f"`{command} {value}`",
@@ -151,7 +151,7 @@ def scaling(options: Options, device: torch.device) -> tuple[str, dict]:
                 f"{median(runs, 'updates_per_second'):,.1f}",
                 f"{median(runs, 'samples_per_second'):,.1f}",
                 f"{median(runs, 'replay_ratio'):.2f}",
-                f"{peaks[-1]:.2f}",
+                peak_gib(runs),
             ]
             rows.append(row)
     header = "command | env steps/s | updates/s | samples/s | replay ratio | peak GiB"

@@ -1,4 +1,4 @@
-"""Games alone, under random actions: how many steps per second they make."""
+"""Speed of the games alone, with random actions."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ GYMNASIUM_GAMES = {
 
 
 def snake_rates(widths: tuple[int, ...], seconds: float, device: str) -> list[float]:
-    """Steps per second of `SnakeBatch`, by width."""
+    """Steps per second of `SnakeBatch`, by number of games."""
     rates = []
     for width in widths:
         envs = SnakeBatch(width, device, seed=1)
@@ -40,7 +40,7 @@ def snake_rates(widths: tuple[int, ...], seconds: float, device: str) -> list[fl
 
 
 def gymnasium_rates(game: str, widths: tuple[int, ...], seconds: float, **settings: Any) -> list[float]:
-    """The same by Gymnasium's own measure: of a class for many games, or of one for one game in `SyncVectorEnv`."""
+    """Steps per second by Gymnasium's `benchmark_vector_step`; a single-game class runs in `SyncVectorEnv`."""
     from gymnasium.utils import performance  # since Gymnasium 1.4
 
     kind = GYMNASIUM_GAMES[game]
@@ -55,7 +55,7 @@ def gymnasium_rates(game: str, widths: tuple[int, ...], seconds: float, **settin
 
 
 def jumanji_rates(widths: tuple[int, ...], seconds: float) -> list[float]:
-    """The same of jumanji's Snake-v1 on our board, jitted, 16 steps a call: its fastest way."""
+    """Steps per second of jumanji's Snake-v1 on our board, jitted, 16 steps per call (its fastest mode)."""
     import jax
     from jumanji.environments import Snake
     from jumanji.wrappers import AutoResetWrapper, VmapWrapper
@@ -80,14 +80,14 @@ def jumanji_rates(widths: tuple[int, ...], seconds: float) -> list[float]:
 
 
 def rule_book_rate(num_envs: int, seconds: float) -> float:
-    """Agent steps per second of arenas of the rule book, one after another."""
+    """Agent steps per second of the rule book, arenas one after another."""
     books = RuleBooks(metta_args(f"--num-envs {num_envs}", "cpu"))
     actions = torch.randint(books.num_actions, (len(books.obs),))
     return measure_rate(lambda: books.step(actions), len(actions), seconds)
 
 
 def mario_rates(widths: tuple[int, ...], seconds: float) -> list[float]:
-    """Agent steps per second of `MarioBatch`, by width."""
+    """Agent steps per second of `MarioBatch`, by number of games."""
     rng = np.random.default_rng(1)
     rates = []
     for width in widths:
@@ -99,9 +99,9 @@ def mario_rates(widths: tuple[int, ...], seconds: float) -> list[float]:
 
 
 def emulator_rate(seconds: float, refresh: bool) -> float:
-    """Agent steps per second of the emulator and what a step needs of it: 4 frames, the picture, a few bytes of RAM.
+    """Agent steps per second of the emulator: 4 frames, the picture and a few bytes of RAM.
 
-    `refresh`: also the emulator library's own refresh of the whole RAM, by which one would usually get those bytes.
+    `refresh`: also call the emulator library's refresh of the whole RAM, the usual way to read those bytes.
     """
     game = NesGame(noop_max=0)
     picture = np.zeros((84, 84), np.uint8)
@@ -120,9 +120,9 @@ def emulator_rate(seconds: float, refresh: bool) -> float:
 
 
 def missing_rom() -> str:
-    """Why the real game cannot be played here; nothing where it can."""
+    """Why the real game cannot run here; empty if it can."""
     try:
-        NesGame()  # an emulator is freed at once
+        NesGame()
         return ""
     except ValueError as error:
         return f"The real game: not measured ({error})."

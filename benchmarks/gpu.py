@@ -1,9 +1,10 @@
-"""The table of one GPU: a run of a few seconds for each row, in a process of its own, once."""
+"""The table of one GPU: one short run per row, each in its own process."""
 
 import importlib
 import io
 import json
 import multiprocessing
+import resource
 import shlex
 import signal
 import tempfile
@@ -20,26 +21,25 @@ from typing import Any
 import torch
 import tyro
 
-import dqn_snake
 from benchmarks import harness, report
 from benchmarks.games import snake_rates
 from benchmarks.harness import Options, measure_rate
 from benchmarks.metta_parts import metta_env_rate
-from benchmarks.report import active_switches, code, markdown_table, table
+from benchmarks.report import active_switches, code, markdown_table, peak_gib, table
 from benchmarks.sb3_peers import FOREVER
 from benchmarks.snake import least_work, saved_weights
 
 
 @dataclass
 class GpuSizes:
-    """What --suite gpu measures with."""
+    """Sizes of --suite gpu."""
 
     total_seconds: float = 565.0
-    """of all rows; to import PyTorch takes 15 more"""
+    """all rows together; importing PyTorch takes 15 s more"""
     alone_seconds: float = 1.0
-    """of a matmul, and of a game alone"""
+    """a matmul, and a game alone"""
     run_seconds: float = 4.0
-    """of a run, from the beginning of its loop"""
+    """a run, from the start of its training loop"""
     matmul_side: int = 8192
     snake_widths: tuple[int, ...] = (1024, 4096, 16384, 65536)
     """games"""
@@ -50,7 +50,7 @@ class GpuSizes:
     arena: str = ""
     transformer: str = "--policy transformer --buffer-size 20000 --exploration-initial-eps 0.05"
     batches: tuple[int, ...] = (8192, 16384)
-    """of the transformer"""
+    """batch sizes of the transformer"""
 
 
 GPU_SIZES = GpuSizes()
@@ -73,40 +73,39 @@ GPU_SWITCHES = {
     "transformer": ["", "--bf16"],
 }
 GPU_COMPILED = {"snake": ["--compile", "--bf16 --compile --cudagraph"], "arena": ["--bf16 --compile --cudagraph"]}
-RUN_COLUMNS = "peak GiB | what was active"  # the last two of a table of runs
+RUN_COLUMNS = "peak GiB | active"  # the last two columns of a table of runs
 PRELOADED = ["torch", "torch._dynamo", "torch.utils.flop_counter", "torch.utils.tensorboard", "gymnasium.vector"]
-PRELOADED += ["tyro", "tensorboard.backend.event_processing.event_accumulator"]  # by what rows are forked from
+PRELOADED += ["tyro", "tensorboard.backend.event_processing.event_accumulator"]  # imported once, before the fork
 
 
 def in_fork(call: Callable[[], Any], limit: float) -> dict:
-    """What `call` returns in a process of its own as "found", or in one line as "note" why it returns nothing.
+    """Run `call` in a new process: its result as "found", or the reason of a failure as "note".
 
-    The process is forked from one that has imported PyTorch and never touched a GPU: it begins at once.
+    The process is forked from one that has imported PyTorch and never touched a GPU, so it starts at once.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=fork_main, args=(sender, call))
     process.start()
-    sender.close()  # with it open here, the end of the process would not be noticed
+    sender.close()  # else the end of the process goes unnoticed
     try:
         if receiver.poll(limit):
             return receiver.recv()
         return {"note": f"failed: not done after {limit:.0f} s"}
     except EOFError:
         process.join()
-        return {"note": f"failed: its process ended with exit code {process.exitcode}"}
+        return {"note": f"failed: exit code {process.exitcode}"}
     finally:
         process.kill()
         process.join()
 
 
 def fork_main(sender: Connection, call: Callable[[], Any]) -> None:
-    """The process of `in_fork`. What a script says of switches that are not active is sent along."""
-    output = io.StringIO()
+    """Process of `in_fork`; the output of scripts is dropped."""
     errors = io.StringIO()
     try:
-        with redirect_stdout(output), redirect_stderr(errors):
+        with redirect_stdout(io.StringIO()), redirect_stderr(errors):
             result = {"found": call()}
     except ModuleNotFoundError as error:
         result = {"note": f"not measured: {error.name} is not installed"}
@@ -115,16 +114,22 @@ def fork_main(sender: Connection, call: Callable[[], Any]) -> None:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             reason = errors.getvalue()
-        if dqn_snake.is_out_of_memory(error):
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in reason:
             reason = "out of memory"
         line = " ".join(reason.split()).replace("|", "/")
         result = {"note": f"failed: {line[:150]}"}
-    result["said"] = [line for line in output.getvalue().splitlines() if line.startswith("--")]
     sender.send(result)
 
 
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this process: of the GPU, or of the machine without one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def bf16_matmul_rate(side: int, seconds: float, device: str) -> float:
-    """Floating point operations per second of a large matmul in bfloat16."""
+    """FLOP/s of a large bfloat16 matmul."""
     x = torch.randn(side, side, device=device).bfloat16()
     y = torch.randn(side, side, device=device).bfloat16()
 
@@ -136,30 +141,32 @@ def bf16_matmul_rate(side: int, seconds: float, device: str) -> float:
 
 
 def run_here(script: str, flags: str, folder: str) -> dict:
-    """Summary of a run of the real script, in this process and with nothing from .env."""
+    """Summary of a run of a script in this process, without .env."""
     module = importlib.import_module(script.removesuffix(".py"))
     command = [*shlex.split(flags), "--no-video", "--run-dir", folder, "--run-name", "run"]
     return module.main(tyro.cli(module.Args, args=command))
 
 
 def speed_run(script: str, flags: str, seconds: float) -> dict:
-    """Summary of a run that ends `seconds` after its loop began: to compile takes none of them, nor is it evaluated.
+    """Summary of a run that stops `seconds` after its training loop starts; compiling is not counted.
 
     "steady" has the median of every scalar over the log intervals, without the first, in which a GPU warms up.
     """
-    module = importlib.import_module(script.removesuffix(".py"))
-    write_scalars = module.write_scalars
+    from torch.utils.tensorboard import SummaryWriter
 
-    def write_and_start_clock(writer: Any, scalars: dict[str, float], step: int) -> None:
-        write_scalars(writer, scalars, step)
-        if "perf/warmup_s" in scalars:  # the last that is written before the loop
+    add_scalar = SummaryWriter.add_scalar
+
+    def log_and_start_clock(writer: SummaryWriter, tag: str, *values: Any, **settings: Any) -> None:
+        add_scalar(writer, tag, *values, **settings)
+        if tag == "perf/warmup_s":  # logged right before the loop
             signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGTERM))
             signal.setitimer(signal.ITIMER_REAL, seconds)
 
-    module.write_scalars = write_and_start_clock
+    SummaryWriter.add_scalar = log_and_start_clock
     with tempfile.TemporaryDirectory() as folder:
         summary = run_here(script, flags, folder)
         run_folder = Path(folder) / "run"
+        summary["peak_memory_gib"] = peak_memory_gib(torch.device("cuda" if "--device cuda" in flags else "cpu"))
         summary["steady"] = harness.median_scalars(run_folder)
         summary["args"] = json.loads((run_folder / "args.json").read_text())
         if script == "dqn_snake.py":
@@ -169,14 +176,14 @@ def speed_run(script: str, flags: str, seconds: float) -> dict:
 
 
 def learning_run(flags: str) -> dict:
-    """Summary of a run of dqn_snake.py with its evaluations, those on the way and the last."""
+    """Summary of a run of dqn_snake.py with its learning curve."""
     with tempfile.TemporaryDirectory() as folder:
         summary = run_here("dqn_snake.py", flags, folder)
         return summary | {"curve": harness.eval_curve(Path(folder) / "run")}
 
 
 def sb3_transformer(flags: str, seconds: float) -> dict:
-    """What `speed_run` of the GPU suite says, of SB3's DQN with flags of dqn_snake_sb3_compat.py, from update 2 on."""
+    """As `speed_run`, for SB3's DQN with flags of dqn_snake_sb3_compat.py; the first update is not counted."""
     from stable_baselines3 import DQN
 
     compat = importlib.import_module("dqn_snake_sb3_compat")
@@ -193,28 +200,30 @@ def sb3_transformer(flags: str, seconds: float) -> dict:
     model = DQN("MlpPolicy", game, policy_kwargs=network, device=args.device, seed=args.seed, **settings)
     update_ends = []
 
-    def goes_on(*_: Any) -> bool:
+    def keep_training(*_: Any) -> bool:
         if model._n_updates > len(update_ends):
             update_ends.append(time.perf_counter())
         return len(update_ends) < 3 or update_ends[-1] - update_ends[1] < seconds
 
-    model.learn(FOREVER, callback=goes_on)
+    model.learn(FOREVER, callback=keep_training)
     updates_per_second = (len(update_ends) - 2) / (update_ends[-1] - update_ends[1])
     rates = {
         "charts/updates_per_second": updates_per_second,
         "charts/samples_per_second": updates_per_second * args.batch_size,
     }
-    memory = dqn_snake.peak_memory_gib(torch.device(args.device))
+    memory = peak_memory_gib(torch.device(args.device))
     active = {"precision": "float32", "sdpa": None, "compiled": False, "cudagraph": False}
-    return {"steady": rates, "peak_memory_gib": memory} | active
+    active["steady"] = rates
+    active["peak_memory_gib"] = memory
+    return active
 
 
 def gpu_plan(sizes: GpuSizes, device: torch.device) -> list[tuple]:
-    """(part, name, most seconds, what to call) of every row, in the order in which they are measured.
+    """(part, name, time limit, function) of every row, most important first.
 
-    What matters most comes first. About how many seconds they take on a GPU: matmul 4, switches of Snake 6 x 7, food
-    313, Snake alone 4 x 4, switches of the arena 4 x 9, arena alone 3 x 6, transformer 6 x 9. That is 483 of
-    `total_seconds`, 565, so 82 are left for what compiles, 3 x 27, which comes last: nobody knows how long it takes.
+    Estimated seconds on a GPU: matmul 4, switches of Snake 6 x 7, food 313, Snake alone 4 x 4, switches of the arena
+    4 x 9, arena alone 3 x 6, transformer 6 x 9. That is 483 of `total_seconds`, 565, and leaves 82 for the rows with
+    --compile, 3 x 27, which come last because their time is the least certain.
     """
     plan = []
     where = f"--device {device.type} --threads 1"
@@ -255,7 +264,7 @@ def gpu_plan(sizes: GpuSizes, device: torch.device) -> list[tuple]:
 
 
 def gpu_tables(raw: dict) -> str:
-    """The tables of what has been measured so far. A row of which nothing was found says why."""
+    """Tables of the rows so far. A row without a result gives the reason."""
     tables = {
         "matmul": matmul_table,
         "snake": snake_table,
@@ -277,7 +286,7 @@ def matmul_table(raw: dict) -> str:
 
 def snake_table(raw: dict) -> str:
     rows = raw["rows"]["snake"]
-    peak = raw["rows"]["matmul"][str(raw["sizes"]["matmul_side"])].get("found")  # the first row of all
+    peak = raw["rows"]["matmul"][str(raw["sizes"]["matmul_side"])].get("found")
 
     def cells(name: str, one: dict) -> list[str]:
         steady = one["steady"]
@@ -295,7 +304,7 @@ def snake_table(raw: dict) -> str:
         ]
 
     header = f"`dqn_snake.py {raw['sizes']['snake']}` | env steps/s | × | samples/s | samples/s while learning"
-    header += f" | TFLOP/s then | of the matmul's | replay ratio | {RUN_COLUMNS}"
+    header += f" | TFLOP/s while learning | of the matmul | replay ratio | {RUN_COLUMNS}"
     return gpu_table(header, rows, cells)
 
 
@@ -304,7 +313,7 @@ def food_table(raw: dict) -> str:
         readings = [f"{score:.1f} after {seconds:.0f} s" for seconds, score in one["curve"]]
         return [" · ".join(readings), f"{one['eval_score_max']:.0f}", f"{one['env_steps_per_second']:,.0f}"]
 
-    header = "`dqn_snake.py` | mean food after so many seconds of training | best game | env steps/s"
+    header = "`dqn_snake.py` | mean food by seconds of training | best game | env steps/s"
     return gpu_table(header, raw["rows"]["food"], cells)
 
 
@@ -367,7 +376,7 @@ def gpu_table(header: str, rows: dict[str, dict], cells: Callable[[str, Any], li
 
 
 def ratio_to_row(one: dict, scalar: str, rows: dict[str, dict], name: str) -> str:
-    """How many times the `scalar` of the row `name` one has."""
+    """`scalar` of a run divided by that of the row `name`."""
     other = rows.get(name, {}).get("found")
     if other is None or not other["steady"][scalar]:
         return "–"
@@ -375,20 +384,20 @@ def ratio_to_row(one: dict, scalar: str, rows: dict[str, dict], name: str) -> st
 
 
 def memory_and_switches(one: dict) -> list[str]:
-    """The cells of RUN_COLUMNS."""
-    return [f"{one['peak_memory_gib']:.2f}", active_switches(one)]
+    """Cells of RUN_COLUMNS."""
+    return [peak_gib([one]), active_switches(one)]
 
 
 @table(
     "gpu",
     caption="""
-    One GPU in ten minutes: a run of a few seconds for each row, in a process of its own, once.
+    One GPU in ten minutes: one run of a few seconds per row, each in its own process.
 
-    Rates are medians over the seconds of a run; to warm up and to compile takes none of that time. TFLOP/s are those
-    of the matmuls in an update while it learns, beside those of one large matmul in bf16 on the same card. Food is the
-    mean of 100 greedy games, at the end of 1,000; evaluations take a part of the run's time, but not of the seconds.
-    Games alone play random actions, in eager mode. The transformer is that of `dqn_snake_sb3_compat.py`, "SB3" is
-    Stable-Baselines3's DQN with the same one. "×" is to the default, or to SB3.
+    Rates are medians over a run, without warm-up and compilation. TFLOP/s counts the matmuls of an update while
+    learning, compared with one large bf16 matmul on the same card. Food is the mean over 100 greedy games, 1,000 at the
+    end; evaluation stops the clock. Games alone play random actions in eager mode. The transformer is that of
+    `dqn_snake_sb3_compat.py`; "SB3" is Stable-Baselines3's DQN with the same network. "×" is relative to the default,
+    or to SB3.
     """,
 )
 def gpu(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -405,9 +414,7 @@ def gpu(options: Options, device: torch.device) -> tuple[str, dict]:
         row["seconds"] = round(time.perf_counter() - row_begin, 1)
         raw["rows"].setdefault(part, {})[name] = row
         print(f"  {part} {name}: {row.get('note', 'done')}, {row['seconds']} s", flush=True)
-        for line in row.get("said", []):
-            print(f"    {line}")
-        # A run that is cut off here has lost nothing of this row.
+        # written after every row, so that an interrupted suite keeps them
         record = report.make_record("gpu", options, device, about | raw)
         report.write_table(options, device, record, gpu_tables(raw))
         if options.json is not None:

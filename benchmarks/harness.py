@@ -1,4 +1,4 @@
-"""The options of the benchmark, and how it runs scripts, parts of them and their peers, and takes the time."""
+"""Options of the benchmark, and tools to run scripts and peers and to read their results."""
 
 import json
 import math
@@ -21,7 +21,9 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).parent.parent
-SPEED_RUN = "--eval-every 0 --eval-episodes 1"  # flags of runs that are measured for speed
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+PEAK_MEMORY = Path(__file__).with_name("peak_memory.py")
+SPEED_RUN = "--eval-every 0 --eval-episodes 1"  # flags of speed runs
 SUITES = {
     "snake": ["env", "act", "train", "update"],
     "sb3": ["sb3-speed", "sb3-learn", "sweep"],
@@ -51,22 +53,22 @@ SINGLE_TABLES = [name for name in SUITES["all"] if name not in SUITES]
 @dataclass
 class Options:
     suite: Literal[(*SUITES, *SINGLE_TABLES)] = "snake"
-    """what to measure: a suite, or one of its tables"""
+    """a suite, or a single table"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where"""
+    """device of ours and of the peers"""
     repeats: int | None = None
-    """counted rounds, and seeds, of which there are three at most (None: 5, with --fast 2)"""
+    """rounds that count, and number of seeds, at most 3 (None: 5, with --fast 2)"""
     fast: bool = False
-    """fewer rows and shorter runs, to see whether everything works"""
+    """fewer rows and shorter runs, as a smoke test"""
     json: str | None = None
-    """also write everything that was measured into this file"""
+    """also write all raw results to this file"""
     compare: str | None = None
-    """a file that --json wrote, or one of benchmarks/results/*.json: exit code 1 if the median of a ratio to a peer
-    fell below that there by more than 10 %, or cannot be compared. No page and no result is written then"""
+    """a file written by --json, or one of benchmarks/results/*.json: exit code 1 if the median of a ratio to a peer is
+    more than 10 % lower than in that file, or cannot be compared. Pages and results are not written"""
     seconds: int | None = None
     """wall-clock budget of each run of metta-presets (None: 300, with --fast 20)"""
     write_env: bool = False
-    """after the sweep, put the settings with the most samples/s into .env, for dqn_snake_sb3_compat.py"""
+    """after the sweep, write the settings with the most samples/s to .env, for dqn_snake_sb3_compat.py"""
 
     @property
     def rounds(self) -> int:
@@ -81,7 +83,7 @@ class Options:
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line about what the user asked for, and exit code 2."""
+    """Exit with one line and exit code 2."""
     print(f"benchmark.py: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -90,7 +92,7 @@ def fail(message: str) -> NoReturn:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a result depends on besides the command."""
+    """Commit, date, hardware and versions of a result."""
     if device.type == "cuda":
         chip = torch.cuda.get_device_name()
     else:
@@ -105,7 +107,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Short hash of the code that is measured; "unknown" without git, or outside a repository."""
+    """Short commit hash; "unknown" without git or outside a repository."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -124,7 +126,7 @@ def free_gib(device: torch.device) -> float:
 
 # ------------------------------------------------------------------------------------------------ running things
 
-PLAIN_SETTINGS = {  # of dqn_snake_sb3_compat.py while it is measured, so that a .env changes nothing
+PLAIN_SETTINGS = {  # override a .env of dqn_snake_sb3_compat.py
     "OPTIMAL_BATCH_SIZE": "32",
     "USE_TORCH_COMPILE": "false",
     "USE_FLASH_ATTENTION": "false",
@@ -133,24 +135,31 @@ PLAIN_SETTINGS = {  # of dqn_snake_sb3_compat.py while it is measured, so that a
 
 
 def run(flags: str, options: Options, script: str = "dqn_snake.py", ranks: int = 1) -> dict:
-    """Summary of one run of the real script. MemoryError where it did not fit, the end of it all for other failures."""
-    name = f"benchmark-{os.getpid()}-{time.time_ns()}"  # a name that exists is refused
-    launcher = []
+    """Summary of one run of a script. MemoryError if it ran out of memory; any other failure ends the benchmark."""
+    name = f"benchmark-{os.getpid()}-{time.time_ns()}"  # scripts refuse an existing name
+    launcher = [sys.executable]
     if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, script, "--device", options.device, "--no-video", "--run-name", name]
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, str(PEAK_MEMORY), *launcher, script]
+    command += ["--device", options.device, "--no-video", "--run-name", name]
     command += shlex.split(flags)
     environment = os.environ | PLAIN_SETTINGS
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    refused = done.returncode == 2 and re.search("out of memory|would take .* GiB", done.stderr)
-    killed = done.returncode == -9  # by Linux, out of memory itself
+    refused = done.returncode == 2 and re.search("out of memory|allocate memory|would take .* GiB", done.stderr)
+    killed = done.returncode in (-9, 137)  # by the kernel, out of memory
     if refused or killed:
         raise MemoryError(f"{script} {flags}: out of memory")
     if done.returncode:
         sys.exit(f"{script} {flags} failed:\n{done.stderr}")
     print(f"  {script} {flags}", flush=True)
     summary = json.loads((run_folder(name) / "summary.json").read_text())
-    return summary | {"flags": flags, "run": name}
+    summary["flags"] = flags
+    summary["run"] = name
+    if options.device == "cpu" or not torch.cuda.is_available():
+        summary["peak_memory_gib"] = float(done.stdout.splitlines()[-1])
+    else:
+        summary.setdefault("peak_memory_gib", None)  # GPU memory cannot be measured from outside
+    return summary
 
 
 def run_folder(name: str) -> Path:
@@ -161,7 +170,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 
 def in_subprocess(function: Callable, one_core: bool = False, **arguments: Any) -> Any:
-    """What `function` returns in a process of its own: no peer shares threads or memory with another."""
+    """Call `function` in a new process, so that peers share neither threads nor memory."""
     environment = os.environ | (ONE_THREAD if one_core else {})
     module = function.__module__
     code = f"import json, {module}; print(json.dumps({module}.{function.__name__}(**{arguments!r})))"
@@ -170,20 +179,20 @@ def in_subprocess(function: Callable, one_core: bool = False, **arguments: Any) 
     if done.returncode:
         missing = re.search("No module named '([^']+)'", done.stderr)
         if missing:
-            fail(f"{missing[1]} is not installed; pip install -r requirements-dev.txt has all peers")
+            fail(f"{missing[1]} is not installed; pip install -r requirements-dev.txt installs all peers")
         sys.exit(f"{function.__name__} failed:\n{done.stderr}")
     print(f"  {function.__name__} {' '.join(f'{name}={value}' for name, value in arguments.items())}", flush=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def alternate(options: Options, calls: dict[Any, Callable[[], Any]]) -> dict[Any, list]:
-    """What every call returned, round by round (A B A B ...), without the first round, which warms the machine up."""
+    """Results of every call, round by round (A B A B ...); the first round is a warm-up and is dropped."""
     rounds = [{name: call() for name, call in calls.items()} for _ in range(options.rounds + 1)]
     return {name: [results[name] for results in rounds[1:]] for name in calls}
 
 
 def measure_rate(work: Callable[[], Any], amount: float, seconds: float, device: str = "cpu") -> float:
-    """What `work` does per second if a call does `amount` of it; the first call does not count."""
+    """Amount of work per second, where one call of `work` does `amount`; the first call is not counted."""
 
     def finish() -> None:
         work()
@@ -211,15 +220,15 @@ def median(runs: list[dict], key: str) -> float:
 
 
 def ratios(ours: list[float], peers: list[float]) -> list[float]:
-    """How many times the peer's rate ours is, round by round."""
+    """Our rate divided by the peer's, round by round."""
     return [our / peer if peer else math.inf for our, peer in zip(ours, peers)]
 
 
-# ------------------------------------------------------------------------------------------------ what a run logged
+# ------------------------------------------------------------------------------------------------ TensorBoard logs
 
 
 def read_scalars(folder: Path) -> dict[str, list]:
-    """The points of every scalar in the TensorBoard files of a run, by its tag."""
+    """All points of every scalar in the TensorBoard files of a run, by tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
@@ -227,17 +236,19 @@ def read_scalars(folder: Path) -> dict[str, list]:
 
 
 def mean_scalars(folder: Path) -> dict[str, float]:
-    """Mean over a run of every scalar, a value counted by the steps since the one before."""
+    """Mean of every scalar over a run, weighted by the steps since the previous point."""
     means = {}
     for tag, points in read_scalars(folder).items():
         values = [point.value for point in points]
         weights = np.diff([point.step for point in points], prepend=0)
-        means[tag] = float(np.average(values, weights=weights) if weights.any() else values[-1])
+        means[tag] = values[-1]
+        if weights.any():
+            means[tag] = float(np.average(values, weights=weights))
     return means
 
 
 def median_scalars(folder: Path) -> dict[str, float]:
-    """Median over a run of every scalar, without its first value if there are more: a GPU warms up in it."""
+    """Median of every scalar over a run, without the first of several points: the GPU is warming up."""
     medians = {}
     for tag, points in read_scalars(folder).items():
         values = [point.value for point in points]
@@ -248,7 +259,7 @@ def median_scalars(folder: Path) -> dict[str, float]:
 def eval_curve(folder: Path, tag: str = "eval/score_mean") -> list[list[float]]:
     """[seconds, value] of every evaluation of a run.
 
-    The seconds are those that the loop counts: warm-up, evaluations and checkpoints stop the clock.
+    The clock is that of the training loop: it stops during warm-up, evaluation and checkpoints.
     """
     scalars = read_scalars(folder)
     steps = [0]
@@ -261,7 +272,7 @@ def eval_curve(folder: Path, tag: str = "eval/score_mean") -> list[list[float]]:
 
 
 def wall_clock_curve(folder: Path, tag: str) -> list[list[float]]:
-    """[seconds since the start, value] of every reading: the clock runs on, as the collectors of Mario do."""
+    """[seconds since the start, value] of every point, evaluation included: Mario's collectors run during it."""
     scalars = read_scalars(folder)
     warmup = scalars["perf/warmup_s"][0]
     return [[point.wall_time - warmup.wall_time + warmup.value, point.value] for point in scalars[tag]]

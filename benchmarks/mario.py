@@ -1,4 +1,4 @@
-"""Tables of dqn_mario_async.py: its games and collectors, collecting beside learning, and what it learns."""
+"""Tables of dqn_mario_async.py: games, collectors, switches and learning."""
 
 from collections import Counter
 from functools import partial
@@ -18,7 +18,7 @@ SCRIPT = "dqn_mario_async.py"
 def collector_rates(env_id: str, widths: tuple[int, ...], seconds: float) -> list[float]:
     """Agent steps per second of a collector of dqn_mario_async.py on one core, by its number of games.
 
-    A reader empties its ring at no cost, and new weights come every 25 steps, about as often as in a run.
+    The ring is emptied at no cost, and new weights arrive every 25 steps, about as often as in a run.
     """
     script = dqn_mario_async
     cpu = torch.device("cpu")
@@ -29,11 +29,11 @@ def collector_rates(env_id: str, widths: tuple[int, ...], seconds: float) -> lis
         weights = torch.cat([weight.detach().flatten() for weight in script.QNetwork(args, cpu).parameters()])
         ring = script.Ring(args.ring_blocks, script.block_fields(args))
         broadcast = script.Broadcast(weights)
-        broadcast.progress.fill_(0.5)  # exploration is what it is in the end
+        broadcast.progress.fill_(0.5)  # exploration at its final value
         collector = script.Collector(args, 0, 0, ring, broadcast)
 
         def work() -> None:
-            broadcast.version.add_(2)  # as if the slot that it reads held new weights
+            broadcast.version.add_(2)  # as if new weights had arrived
             for _ in range(25):
                 collector.step()
                 ring.release(1)
@@ -43,7 +43,7 @@ def collector_rates(env_id: str, widths: tuple[int, ...], seconds: float) -> lis
 
 
 def real_game_calls(options: Options) -> dict:
-    """The emulator, a collector alone, and a run, of the real game."""
+    """The real game: the emulator, a collector alone, and a run."""
     seconds = 1 if options.fast else 4
     budget = 12 if options.fast else 18
     flags = f"{SPEED_RUN} --max-seconds {budget} --num-collectors 1 --noop-max 0 --env-id SuperMarioBros"
@@ -60,13 +60,13 @@ def real_game_calls(options: Options) -> dict:
 @table(
     "mario-env",
     caption="""
-    Games of Mario on one core: agent steps per second (4 frames each, 84x84 pictures).
+    Speed of Mario on one core, in agent steps per second (4 frames each, 84x84 pictures).
 
-    First our own game by games at once, under random actions, and played by a collector of `dqn_mario_async.py`:
-    inference, exploration and pushing into its ring included; columns with a G are Gymnasium's own measure. Then what
-    players reach that learn nothing. Then the real game: the emulator with the picture and the bytes of RAM that a step
-    needs and nothing else, a collector alone, and the collector of a run beside learning. "×" is to the bare emulator,
-    within a round.
+    First our own game, by number of parallel games: with random actions, and played by a collector of
+    `dqn_mario_async.py` (inference, exploration and the push into its ring included). Columns marked G use Gymnasium's
+    `benchmark_vector_step`. Then baseline players. Then the real game: the bare emulator (picture and the required RAM
+    bytes only), a collector alone, and the collector of a training run. "×" is relative to the bare emulator, per
+    round.
     """,
 )
 def mario_env(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -81,13 +81,15 @@ def mario_env(options: Options, device: torch.device) -> tuple[str, dict]:
     }
     missing = games.missing_rom()
     real_calls = {} if missing else real_game_calls(options)
-    measured = harness.alternate(options, our_calls | real_calls)
+    calls = our_calls.copy()
+    calls.update(real_calls)
+    measured = harness.alternate(options, calls)
 
     columns = []
     for name in our_calls:
         columns.append([median_min_max(rates) for rates in zip(*measured[name])])
     rows = [[f"{width:,}", *row] for width, *row in zip(widths, *columns)]
-    header = "games | game alone | with a collector around it | `MarioVectorEnv`, G | `MarioEnv` in `SyncVectorEnv`, G"
+    header = "games | game alone | with a collector | `MarioVectorEnv`, G | `MarioEnv` in `SyncVectorEnv`, G"
     tables = [markdown_table(header, rows)]
 
     players = {}
@@ -107,19 +109,18 @@ def mario_env(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "mario-async",
     caption="""
-    Collecting beside learning, and the same work in turn, at the replay ratio at which both cost the same.
+    Collecting and learning in parallel or in turn, at the replay ratio at which both cost the same.
 
-    16 games; one collector beside one thread that learns, or `--num-collectors 0` with one and with all threads. A
-    learner that falls behind learns from less per step than it was asked to, so what is compared is the steps that were
-    paid for: env steps/s, times the share of the asked replay ratio that was reached. "×" is how many times those of
-    the row the collector beside the learner makes, within a round. Produced and stored are transitions, of the
-    collectors and in the replay; waiting is what pushing a step cost a collector, mean.
+    16 games; one collector process and one learner thread, or `--num-collectors 0` with one thread and with all. A
+    learner that falls behind has a lower replay ratio than requested, so rows are compared by paid steps/s: env steps/s
+    times the reached share of the requested replay ratio. "×" is parallel relative to the row, per round. Produced and
+    stored are transitions, from the collectors and in the replay buffer; waiting is the mean time to push a step.
     """,
 )
 def mario_async(options: Options, device: torch.device) -> tuple[str, dict]:
     budget = 12 if options.fast else 18
     base = f"{SPEED_RUN} --max-seconds {budget} --learning-starts 1000 --envs-per-collector 16"
-    flags = {"beside each other": "--num-collectors 1 --threads 1", "in turn": "--num-collectors 0 --threads 1"}
+    flags = {"in parallel": "--num-collectors 1 --threads 1", "in turn": "--num-collectors 0 --threads 1"}
     threads = torch.get_num_threads()
     if threads > 1 and not options.fast:
         flags[f"in turn, {threads} threads"] = f"--num-collectors 0 --threads {threads}"
@@ -132,7 +133,7 @@ def mario_async(options: Options, device: torch.device) -> tuple[str, dict]:
     paid = {}
     for who, runs in measured.items():
         paid[who] = [one["env_steps_per_second"] * min(one["replay_ratio"] / asked, 1) for one in runs]
-    compared = {who: ratios(paid["beside each other"], paid[who]) for who in paid if who != "beside each other"}
+    compared = {who: ratios(paid["in parallel"], paid[who]) for who in paid if who != "in parallel"}
     rows = []
     for who, runs in measured.items():
         row = [
@@ -148,8 +149,8 @@ def mario_async(options: Options, device: torch.device) -> tuple[str, dict]:
             f"{median(runs, 'replay_kib_per_transition'):.2f}",
         ]
         rows.append(row)
-    header = "who | env steps/s | replay ratio | paid steps/s | × | learning | produced | stored | "
-    text = markdown_table(f"{header}waiting, ms | KiB a transition", rows)
+    header = "mode | env steps/s | replay ratio | paid steps/s | × | learning | produced | stored | "
+    text = markdown_table(f"{header}waiting, ms | KiB per transition", rows)
     commands = ", ".join(f"`{how}` ({who})" for who, how in flags.items())
     text += f"\n\nAll with `{SCRIPT} {base} --replay-ratio {asked}`, and {commands}."
     return text, {"asked": asked, "runs": measured, "ratios": compared}
@@ -158,9 +159,9 @@ def mario_async(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "mario-switches",
     caption="""
-    `dqn_mario_async.py` by collectors, games, batches and how often weights go out, beside the default, in turn.
+    `dqn_mario_async.py` by number of collectors and games, batch size and weight sync interval, in turn.
 
-    "×" is of the transitions learned from per second, which is what the learner is short of, within a round.
+    "×" compares samples/s, the bottleneck, with the default, per round.
     """,
 )
 def mario_switches(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -198,15 +199,15 @@ def mario_switches(options: Options, device: torch.device) -> tuple[str, dict]:
             active_switches(runs[0]),
         ]
         rows.append(row)
-    header = "flags | env steps/s | samples/s | × | replay ratio | ring filled | weights, updates old"
-    return markdown_table(f"{header} | what was active", rows), {"runs": measured}
+    header = "flags | env steps/s | samples/s | × | replay ratio | ring fill | weight age, updates"
+    return markdown_table(f"{header} | active", rows), {"runs": measured}
 
 
 # ------------------------------------------------------------------------------------------------ learning
 
 
 def value_after(curve: list[list[float]], minutes: float) -> float:
-    """Value of the first reading after that time, or of the last."""
+    """Value of the first point after that time, or of the last point."""
     return next((value for seconds, value in curve if seconds >= 60 * minutes), curve[-1][1])
 
 
@@ -233,7 +234,7 @@ def learn_mario(options: Options, difficulty: int) -> tuple[str, dict]:
         row.append(f"{one['producer_wait_ms_mean']:.3f}")
         rows.append(row)
     random_flags, distance = harness.in_subprocess(mario_games, player="random", games=1000, difficulty=difficulty)
-    rows.append(["random play", *[f"{random_flags:.0%}"] * 3, f"{distance:,.0f}", *[""] * 3])
+    rows.append(["random", *[f"{random_flags:.0%}"] * 3, f"{distance:,.0f}", *[""] * 3])
     header = "seed | after 1 minute: unseen, exploring | after 5 | end: unseen | distance, pixels | "
     text = markdown_table(f"{header}env steps/s | replay ratio | waiting, ms", rows)
     return text, {"runs": raw, "random": [random_flags, distance]}
@@ -242,11 +243,11 @@ def learn_mario(options: Options, difficulty: int) -> tuple[str, dict]:
 @table(
     "mario-learn",
     caption="""
-    `dqn_mario_async.py` at its defaults, 15 minutes a seed: share of greedy games that reach the flag.
+    `dqn_mario_async.py` at its defaults, 15 minutes per seed: share of games that reach the flag.
 
-    On the way: the first evaluation after that time, 10 games on unseen levels, and the collectors' own games on
-    training levels at the same time, which explore. At the end: 100 greedy games on unseen levels. Waiting is what
-    pushing a step cost a collector, mean.
+    During training: the first evaluation after that time (10 greedy games on unseen levels), and the collectors'
+    exploring games on training levels. At the end: 100 greedy games on unseen levels. Waiting is the mean time to push
+    a step.
     """,
 )
 def mario_learn(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -256,7 +257,7 @@ def mario_learn(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "mario-learn-1",
     caption="""
-    Harder levels as in mario-learn: `--difficulty 1` has stairs, pipes of two heights, and less ground to rest.
+    As mario-learn, with `--difficulty 1`: stairs, pipes of two heights, less flat ground.
     """,
 )
 def mario_learn_1(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -266,7 +267,7 @@ def mario_learn_1(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "mario-learn-2",
     caption="""
-    Harder levels as in mario-learn: `--difficulty 2` has another gap, another pack of walkers, and two in each pack.
+    As mario-learn, with `--difficulty 2`: one more gap, one more group of walkers, two walkers per group.
     """,
 )
 def mario_learn_2(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -274,13 +275,13 @@ def mario_learn_2(options: Options, device: torch.device) -> tuple[str, dict]:
 
 
 def first_reading_above(curve: list[list[float]], limit: float) -> str:
-    """Minutes until the first reading above `limit`."""
+    """Minutes to the first point above `limit`."""
     return next((f"{seconds / 60:.1f}" for seconds, value in curve if value > limit), "–")
 
 
 @torch.no_grad()
 def real_game_ends(run: str, games: int) -> list[list]:
-    """Of greedy games by the agent of a run folder: pixels from the start, and "flag", "dead" or "stuck"."""
+    """Greedy games of a trained agent: distance in pixels, and "flag", "dead" or "stuck"."""
     script = dqn_mario_async
     cpu = torch.device("cpu")
     _, checkpoint = script.load_checkpoint("--evaluate", run, "runs")
@@ -302,23 +303,23 @@ def real_game_ends(run: str, games: int) -> list[list]:
 
 
 def ends_by_place(ends: list[list], width: int = 400) -> str:
-    """How many games ended in each `width` pixels, and how."""
+    """Number of games that end in each `width` pixels, by outcome."""
     rows = []
     for first in range(0, 1 + max(distance for distance, _ in ends), width):
         here = Counter(end for distance, end in ends if first <= distance < first + width)
         rows.append([f"{first:,} to {first + width - 1:,}", here["dead"], here["stuck"], here["flag"]])
-    return markdown_table(f"where {len(ends)} greedy games end, pixels from the start | dead | stuck | flag", rows)
+    return markdown_table(f"end of {len(ends)} greedy games, pixels from the start | dead | stuck | flag", rows)
 
 
 @table(
     "mario-real",
     caption="""
-    The real level 1-1 for 20 minutes a seed: mean distance in pixels over greedy games with no-op starts.
+    The real level 1-1, 20 minutes per seed: mean distance in pixels over greedy games with no-op starts.
 
-    On the way 10 games each, once a minute, at the end 100; random play over 100 beside it. The flag is 3,121 pixels
-    from the start (at x = 3,161). A game begins after 0 to 30 frames of nothing, so the 100 games have only 30
-    different starts, and they are those of training: what is measured is this level, not how well it carries over.
-    The second table is of 100 more games of each seed's last agent; stuck is who sees no new ground for 40 steps.
+    10 games per evaluation, once a minute, and 100 at the end; 100 games for random play. The flag is 3,121 pixels from
+    the start (at x = 3,161). Games start after 0 to 30 no-op frames, so the 100 games have only 30 different starts,
+    the same as in training: this measures one level, not generalization. The second table has 100 more games of each
+    final agent; stuck means no progress for 40 steps.
     """,
 )
 def mario_real(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -353,10 +354,10 @@ def mario_real(options: Options, device: torch.device) -> tuple[str, dict]:
             f"{one['replay_ratio']:.2f}",
         ]
         rows.append(row)
-    rows.append(["random play", *[""] * (len(times) + 1), f"{random_distance:,.0f}", f"{random_flags:.0%}", *[""] * 3])
+    rows.append(["random", *[""] * (len(times) + 1), f"{random_distance:,.0f}", f"{random_flags:.0%}", *[""] * 3])
     header = "seed"
     for minutes in times:
         header += f" | after {minutes} minute" + ("s" if minutes > 1 else "")
-    header += " | first greedy flag, minutes | end | flags at the end | × random play | env steps/s | replay ratio"
+    header += " | first greedy flag, minutes | end | flags at the end | × random | env steps/s | replay ratio"
     text = f"{markdown_table(header, rows)}\n\n{ends_by_place(ends)}\n\n`{SCRIPT} {flags} --seed S`"
     return text, {"runs": raw, "random": by_chance}

@@ -1,4 +1,4 @@
-"""Tables of the arena: the games alone, players that learn nothing, and what ppo_metta.py learns."""
+"""Tables of the arena: the games alone, baseline players, and learning with ppo_metta.py."""
 
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +13,17 @@ from benchmarks.games import gymnasium_rates, rule_book_rate
 from benchmarks.harness import Options, column, fail, median, ratios
 from benchmarks.metta_parts import ARENAS, REAL_METTAGRID, metta_args, metta_env_rate
 from benchmarks.players import random_hearts, scripted_hearts
-from benchmarks.report import code, markdown_table, median_min_max, table
+from benchmarks.report import code, markdown_table, median_min_max, peak_gib, table
 from envs.metta.rules import Rules
 
 
 @table(
     "metta-env",
     caption="""
-    The arena alone, random actions, 6 agents each: agent steps per second by arenas at once.
+    Agent steps per second of the arena alone, random actions, 6 agents each, by number of parallel arenas.
 
-    Beside it the rule book in Python, one arena after another. "×" is ours to it, within a round. The column with a G
-    is Gymnasium's own measure, which draws the actions too: `MettaVectorEnv` takes and gives NumPy arrays.
+    Baseline: the rule book in Python, one arena after another. "×" is ours / rule book, per round. The column marked G
+    is Gymnasium's `benchmark_vector_step`, which also samples the actions; `MettaVectorEnv` uses NumPy arrays.
     """,
 )
 def metta_env(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -60,10 +60,10 @@ def metta_env(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "metta-hearts",
     caption="""
-    Hearts per agent and episode by players that learn nothing, whole episodes.
+    Hearts per agent and episode of baseline players, over whole episodes.
 
-    The scripted player walks the shortest way to the nearest thing of use: in the arena from mine to generator to
-    altar, in navigation to the nearest altar that has its heart. MettaGrid is the real one, mines and altars.
+    The scripted player takes the shortest path to the nearest useful object: in the arena from mine to generator to
+    altar, in navigation to the nearest altar with a heart. MettaGrid is the real environment, mines and altars.
     """,
 )
 def metta_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -74,7 +74,7 @@ def metta_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
         games["MettaGrid"] = REAL_METTAGRID
     by_script = {}
     by_chance = {}
-    with ThreadPoolExecutor(ppo_metta.CORES) as pool:  # nothing is timed here
+    with ThreadPoolExecutor(harness.CORES) as pool:  # nothing is timed here
         for name, flags in ARENAS.items():
             play = partial(harness.in_subprocess, scripted_hearts, flags=flags, agent_episodes=scripted_episodes)
             by_script[name] = pool.submit(play)
@@ -91,12 +91,12 @@ def metta_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
         if name in hearts["scripted"]:
             row[2] = f"{hearts['scripted'][name]:.2f}"
         rows.append(row)
-    header = f"game | random, {random_episodes:,} episodes of agents | scripted, {scripted_episodes}"
+    header = f"game | random, {random_episodes:,} agent episodes | scripted, {scripted_episodes}"
     return markdown_table(header, rows), {"hearts": hearts}
 
 
 def metta_run(flags: str, options: Options) -> dict:
-    """Summary of a run of ppo_metta.py, with its agent steps per second of the time in rollouts, and of learning."""
+    """Summary of a run of ppo_metta.py, with agent steps per second of rollout and of learning time."""
     one = harness.run(flags, options, "ppo_metta.py")
     for phase in ("rollout", "train"):
         one[f"{phase}_steps_per_second"] = one["env_steps_per_second"] / max(one[f"{phase}_fraction"], 1e-9)
@@ -105,16 +105,16 @@ def metta_run(flags: str, options: Options) -> dict:
 
 def check_mettagrid(name: str) -> None:
     if util.find_spec("mettagrid") is None:
-        fail(f"--suite {name}: mettagrid is not installed; pip install -r requirements-games.txt has it")
+        fail(f"--suite {name}: mettagrid is not installed; pip install -r requirements-games.txt installs it")
 
 
 @table(
     "metta-presets",
     caption="""
-    Metta's presets at equal wall clock: hearts per agent and episode of the final evaluation, by seed.
+    Metta's presets at equal wall-clock time: hearts per agent and episode of the final evaluation, by seed.
 
-    Both learn navigation with the same network; `ultra-fast` has more games at once, larger batches and minibatches,
-    and so fewer updates. Its 16 workers are fewer where there are not cores for so many.
+    Both learn navigation with the same network; `ultra-fast` has more parallel games, larger batches and minibatches,
+    and so fewer updates. It uses 16 workers if there are enough cores.
     """,
 )
 def metta_presets(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -139,18 +139,18 @@ def metta_presets(options: Options, device: torch.device) -> tuple[str, dict]:
             f"{median(runs, 'env_steps'):,.0f}",
             " · ".join(f"{score:.2f}" for score in scores),
             f"{statistics.mean(scores):.2f}",
-            f"{max(column(runs, 'peak_memory_gib')):.1f}",
+            peak_gib(runs, digits=1),
         ]
         rows.append(row)
     header = "flags | workers | agent steps/s | updates/s | replay ratio | agent steps | hearts, seeds "
-    header += f"{' · '.join(map(str, options.seeds))} | mean | trainer's peak GiB"
-    return f"{markdown_table(header, rows)}\n\n{seconds} seconds each.", {"runs": raw}
+    header += f"{' · '.join(map(str, options.seeds))} | mean | peak GiB"
+    return f"{markdown_table(header, rows)}\n\n{seconds} seconds per run.", {"runs": raw}
 
 
 def metta_learn(options: Options, variants: list[str], game: str = "") -> tuple[str, dict]:
-    """A table of one game: hearts at the end of each seed's runs, by flags, and of players that do not learn.
+    """Table of one game: final hearts by flags and seed, and of baseline players.
 
-    The variants of a seed run beside each other and have a core each.
+    The variants of a seed run in parallel, one core each.
     """
     budget = f"--max-seconds {20 if options.fast else 600} --eval-every 0 --threads 1"
     found = {flags: [] for flags in variants}
@@ -189,10 +189,10 @@ def metta_learn(options: Options, variants: list[str], game: str = "") -> tuple[
 @table(
     "metta-learn-arena",
     caption="""
-    `ppo_metta.py` for ten minutes a seed on one core: hearts in 240 episodes of agents at the end.
+    `ppo_metta.py`, ten minutes per seed on one core: mean hearts over 240 agent episodes at the end.
 
-    Without memory, the default, and with a MinGRU, two runs of one seed beside each other. Random and scripted players
-    (those of `--suite metta-hearts`) stand beside it. Wanted on two cores: 20 hearts.
+    Without memory (the default) and with a MinGRU, both runs of a seed in parallel. Baselines: random and scripted
+    players, as in `--suite metta-hearts`. Target on two cores: 20 hearts.
     """,
 )
 def metta_learn_arena(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -202,7 +202,7 @@ def metta_learn_arena(options: Options, device: torch.device) -> tuple[str, dict
 @table(
     "metta-learn-navigation",
     caption="""
-    Navigation as in metta-learn-arena. Wanted on two cores: 25 hearts.
+    As metta-learn-arena, in navigation. Target on two cores: 25 hearts.
     """,
 )
 def metta_learn_navigation(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -213,9 +213,9 @@ def metta_learn_navigation(options: Options, device: torch.device) -> tuple[str,
 @table(
     "metta-learn-real",
     caption="""
-    The real MettaGrid as in metta-learn-arena: mines and altars, for which nobody wrote a script.
+    As metta-learn-arena, in the real MettaGrid: mines and altars, without a scripted player.
 
-    The games are in the process that learns. Wanted: five times the hearts of random play.
+    The games run in the learner process. Target: five times the hearts of random play.
     """,
 )
 def metta_learn_real(options: Options, device: torch.device) -> tuple[str, dict]:

@@ -1,4 +1,4 @@
-"""Parts of ppo_metta.py, each measured without the others."""
+"""Parts of ppo_metta.py, each measured alone."""
 
 import math
 import shlex
@@ -19,9 +19,10 @@ REAL_METTAGRID = "--env-id mettagrid --vec-env subproc"
 
 
 def metta_args(flags: str, device: str) -> ppo_metta.Args:
-    """All arguments of a run. Filling them tries numbers of threads, and what is measured here has its own."""
+    """All arguments of a run. The number of threads of this process stays."""
     threads = torch.get_num_threads()
-    args = ppo_metta.fill_defaults(ppo_metta.parse_args(shlex.split(flags)), torch.device(device))
+    args = ppo_metta.parse_args(shlex.split(flags))
+    args = ppo_metta.fill_defaults(args, torch.device(device))
     torch.set_num_threads(threads)
     return args
 
@@ -37,9 +38,10 @@ def metta_network(args: ppo_metta.Args, envs: Any, device: torch.device) -> ppo_
 
 
 def rollout_sizes(args: ppo_metta.Args, num_agents: int) -> tuple[int, int]:
-    """Steps of a rollout, and agent steps of a minibatch, of a run with so many agents."""
+    """Steps per rollout and agent steps per minibatch of a run."""
     batch_size = args.num_steps * num_agents
-    return args.num_steps, batch_size // args.num_minibatches
+    minibatch_size = batch_size // args.num_minibatches
+    return args.num_steps, minibatch_size
 
 
 def uses_workers(args: ppo_metta.Args) -> bool:
@@ -47,11 +49,13 @@ def uses_workers(args: ppo_metta.Args) -> bool:
 
 
 def env_device(args: ppo_metta.Args, device: torch.device) -> torch.device:
-    return device if args.vec_env == "device" else torch.device("cpu")
+    if args.vec_env == "device":
+        return device
+    return torch.device("cpu")
 
 
 def metta_agent(args: ppo_metta.Args, device: torch.device) -> tuple[ppo_metta.Agent, torch.Tensor]:
-    """The network of a run, untrained, and what all agents that act together observe after some random steps."""
+    """Untrained network of a run, and the observations of a batch of agents after some random steps."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)
     groups = args.async_factor if uses_workers(args) else 1
@@ -64,20 +68,22 @@ def metta_agent(args: ppo_metta.Args, device: torch.device) -> tuple[ppo_metta.A
 
 
 def metta_env_rate(flags: str, seconds: float, device: str) -> float:
-    """Agent steps per second under random actions of the games that a run with `flags` plays in one process."""
+    """Agent steps per second, with random actions, of the games that one process of a run plays."""
     args = metta_args(flags, device)
     groups = 1
     num_envs = args.num_envs
     torch.set_num_threads(args.threads)
-    if uses_workers(args):  # then this is one of the workers
+    if uses_workers(args):  # measure one worker
         groups = args.async_factor
         num_envs //= groups * args.num_workers
         torch.set_num_threads(1)
     where = env_device(args, torch.device(device))
-    all_envs = [metta_envs(args, num_envs, where, seed) for seed in range(groups)]
-    num_actions = all_envs[0].num_actions
-    num_agents = len(all_envs[0].obs)
-    actions = torch.randint(num_actions, (16, num_agents), device=where)
+    all_envs = []
+    for seed in range(groups):
+        envs = metta_envs(args, num_envs, where, seed)
+        all_envs.append(envs)
+    num_agents = len(envs.obs)
+    actions = torch.randint(envs.num_actions, (16, num_agents), device=where)
 
     def work() -> None:
         for action in actions:
@@ -88,14 +94,14 @@ def metta_env_rate(flags: str, seconds: float, device: str) -> float:
 
 
 def metta_mflops(variants: list[str], device: str) -> list[float]:
-    """Millions of floating point operations of one agent's decision: matmuls, convolutions and sums over bags."""
+    """MFLOP of one forward pass per agent: matmuls, convolutions and embedding bags."""
 
-    def bag(table, rows, *_, **__) -> int:  # these get the shapes of the operation's arguments
+    def bag(table, rows, *_, **__) -> int:  # called with the shapes of the arguments
         width = table[1]
         return 2 * math.prod(rows) * width
 
     aten = torch.ops.aten
-    uncounted = {  # by PyTorch itself
+    uncounted = {  # not counted by PyTorch
         aten._embedding_bag: bag,
         aten._embedding_bag_forward_only: bag,
     }
@@ -107,7 +113,7 @@ def metta_mflops(variants: list[str], device: str) -> list[float]:
         state = torch.zeros(num_agents, agent.state_size, device=device)
         reset = torch.zeros(1, num_agents, dtype=torch.bool, device=device)
         counter = FlopCounterMode(display=False, custom_mapping=uncounted)
-        agent.requires_grad_(False)  # under no_grad the counter trips over views of weights
+        agent.requires_grad_(False)  # under no_grad the counter fails on views of weights
         with counter:
             agent(obs[None], state, reset)
         flops = counter.get_total_flops()
@@ -116,7 +122,7 @@ def metta_mflops(variants: list[str], device: str) -> list[float]:
 
 
 def latency_percentiles(work: Callable[[], Any], seconds: float, device: str) -> list[float]:
-    """[mean, 95th and 99th percentile] of the milliseconds of a call; ten do not count."""
+    """[mean, 95th, 99th percentile] of a call in milliseconds; the first ten are not counted."""
     latencies = []
     while len(latencies) < 60 or sum(latencies) < seconds:
         start = time.perf_counter()
@@ -126,12 +132,13 @@ def latency_percentiles(work: Callable[[], Any], seconds: float, device: str) ->
         end = time.perf_counter()
         latencies.append(end - start)
     milliseconds = 1000 * np.array(latencies[10:])
-    p95, p99 = np.percentile(milliseconds, (95, 99))
-    return [float(milliseconds.mean()), float(p95), float(p99)]
+    mean = milliseconds.mean()
+    percentiles = np.percentile(milliseconds, (95, 99))
+    return [float(mean), *percentiles.tolist()]
 
 
 def metta_latency(flags: str, seconds: float, device: str) -> dict[str, Any]:
-    """Latency of the network and the draw of actions, for one agent and for all that act together."""
+    """Latency of network and action sampling, for one agent and for a whole batch."""
     args = metta_args(flags, device)
     where = torch.device(device)
     agent, obs = metta_agent(args, where)
@@ -140,20 +147,21 @@ def metta_latency(flags: str, seconds: float, device: str) -> dict[str, Any]:
 
     @torch.no_grad()
     def policy(obs, state, reset) -> torch.Tensor:
-        use_autocast = dtype != torch.float32
-        with torch.autocast(where.type, dtype, enabled=use_autocast, cache_enabled=False):
-            logits, *_ = agent(obs[None], state, reset[None])
+        is_enabled = dtype != torch.float32
+        with torch.autocast(where.type, dtype, enabled=is_enabled, cache_enabled=False):
+            logits = agent(obs[None], state, reset[None])[0]
             return logits[0]
 
     found = {"agents": len(obs)}
-    for name, batch in (("one", 1), ("all", len(obs))):
+    batches = {"one": 1, "all": len(obs)}
+    for name, batch in batches.items():
         state = torch.zeros(batch, agent.state_size, device=where)
         reset = torch.zeros(batch, dtype=torch.bool, device=where)
-        example = obs[:batch].clone(), state, reset
+        example = (obs[:batch].clone(), state, reset)
         policy_step = policy
         if args.compile:
-            torch.compiler.reset()  # or the second shape would be compiled as one of many
-            policy_step = ppo_metta.try_compile(policy, args.compile_mode, *example)
+            torch.compiler.reset()  # else the second shape is compiled as dynamic
+            policy_step = torch.compile(policy, mode=args.compile_mode)
 
         def act() -> None:
             logits = policy_step(*example)
@@ -167,23 +175,27 @@ def metta_latency(flags: str, seconds: float, device: str) -> dict[str, Any]:
 
 
 def metta_parts(flags: str, seconds: float, device: str) -> dict[str, Any]:
-    """Games alone and acting alone."""
-    rate = metta_env_rate(flags, seconds, device)
-    return {"env_steps_per_second": rate} | metta_latency(flags, seconds, device)
+    """Speed of the games alone and of acting alone."""
+    parts = metta_latency(flags, seconds, device)
+    parts["env_steps_per_second"] = metta_env_rate(flags, seconds, device)
+    return parts
 
 
 class RuleBooks:
-    """Arenas of the rule book, one after another, called as the games of a run are."""
+    """Arenas of the rule book, one after another, with the interface of a batch."""
 
     def __init__(self, args: ppo_metta.Args) -> None:
         rules = ppo_metta.rules_of(args)
-        self.arenas = [MettaArena(lane=lane, **rules) for lane in range(args.num_envs)]
+        self.arenas = []
+        for lane in range(args.num_envs):
+            arena = MettaArena(lane=lane, **rules)
+            self.arenas.append(arena)
         self.num_actions = 25
         observations = [arena.reset(seed=1)[0] for arena in self.arenas]
         self.obs = self.stack(observations)
 
     def stack(self, parts: list[dict]) -> torch.Tensor:
-        """One tensor of what all agents of all arenas have."""
+        """Values of all agents of all arenas as one tensor."""
         values = []
         for part in parts:
             values += part.values()
@@ -195,10 +207,11 @@ class RuleBooks:
         next_obs = []
         for arena, arena_actions in zip(self.arenas, actions):
             by_agent = dict(zip(arena.agents, arena_actions))
-            obs, reward, terminated, truncated, _ = arena.step(by_agent)
-            results.append((obs, reward, terminated, truncated))
+            result = arena.step(by_agent)
+            results.append(result[:4])
+            obs = result[0]
             if not arena.agents:  # the episode is over
-                obs, _ = arena.reset()
+                obs = arena.reset()[0]
             next_obs.append(obs)
         final_obs, reward, terminated, truncated = map(self.stack, zip(*results))
         info = {"final_obs": final_obs}

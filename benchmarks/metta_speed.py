@@ -1,4 +1,4 @@
-"""Tables of the speed of ppo_metta.py: by network, beside Stable-Baselines3's PPO, with workers, by switch."""
+"""Speed of ppo_metta.py: by network, against Stable-Baselines3's PPO, with workers, by switch."""
 
 import math
 import statistics
@@ -19,19 +19,18 @@ from benchmarks.metta_parts import (
     metta_mflops,
     metta_parts,
 )
-from benchmarks.report import active_switches, code, markdown_table, median_min_max, percent_min_max, table
+from benchmarks.report import active_switches, code, markdown_table, median_min_max, peak_gib, percent_min_max, table
 from benchmarks.sb3_peers import sb3_arena_rate
 
 
 @table(
     "metta-speed",
     caption="""
-    Agent steps per second of `ppo_metta.py` by memory and width of the network: rollouts, learning and both.
+    Agent steps per second of `ppo_metta.py` by memory and width of the network.
 
-    A run does one after the other, so "rollouts" is its steps per second of the time spent on them, games included, and
-    "learning" those of the rest of its time; epochs and batches are the defaults. MFLOP are those of one decision of an
-    agent, the forward pass; the memory closest to 0.5 costs what the LSTM of PufferLib's figure (published.md) does.
-    Wanted on two cores, end to end: 10,000 at the defaults, 25,000 at 0.5 MFLOP.
+    "rollouts" divides the steps by the rollout time (games included), "learning" by the rest; epochs and batches are
+    the defaults. MFLOP is one forward pass per agent; the recurrent network closest to 0.5 costs as much as the LSTM in
+    PufferLib's figure (published.md). Targets on two cores, end to end: 10,000 at the defaults, 25,000 at 0.5 MFLOP.
     """,
 )
 def metta_speed(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -60,12 +59,12 @@ def metta_speed(options: Options, device: torch.device) -> tuple[str, dict]:
         ]
         rows.append(row)
     text = markdown_table("flags | MFLOP | rollouts | learning | end to end | replay ratio", rows)
-    text += f"\n\nThe games alone, as many as by default, random actions: {median_min_max(games)} agent steps/s."
+    text += f"\n\nThe games alone, default number, random actions: {median_min_max(games)} agent steps/s."
     return text, {"runs": measured, "games": games, "mflop": mflops}
 
 
 def metta_run_by_phase(flags: str, options: Options) -> dict:
-    """Summary of a run, with the microseconds of an agent's step in games, the rest of rollouts, and learning."""
+    """Summary of a run, with the microseconds per agent step of games, other rollout time, and learning."""
     one = metta_run(flags, options)
     means = harness.mean_scalars(harness.run_folder(one["run"]))
     spent = {phase: means.get(f"perf/{phase}_ms", 0) for phase in ("act", "env", "store", "learn", "log")}
@@ -79,12 +78,11 @@ def metta_run_by_phase(flags: str, options: Options) -> dict:
 @table(
     "metta-peer",
     caption="""
-    `ppo_metta.py` beside SB3's PPO in the arena: same games at once, network, batch, minibatch and epochs.
+    `ppo_metta.py` and SB3's PPO in the arena: same number of games, network, batch, minibatch and epochs.
 
-    Neither has memory. SB3 gets the arena twice: as our batched games, in a `VecEnv` made for this table, and as it
-    usually would, from the rule book in Python, one arena after another. It runs with the faster of one and all
-    threads. "×" is ours to it, within a round; 5 is wanted. Microseconds are of one agent's step and say where the
-    ratio comes from; the rest of rollouts is acting and storing.
+    Neither has memory. SB3 runs with our batched games (a `VecEnv` written for this table) and with the rule book in
+    Python, one arena after another, as it usually would; with one thread or all, whichever is faster. "×" is ours /
+    SB3, per round; the target is 5. Microseconds are per agent step; other rollout time is acting and storing.
     """,
 )
 def metta_peer(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -111,13 +109,13 @@ def metta_peer(options: Options, device: torch.device) -> tuple[str, dict]:
         else:
             row[0] = "`ppo_metta.py`"
         rows.append(row)
-    text = markdown_table("who | agent steps/s | × | µs: games | rest of rollouts | learning", rows)
+    text = markdown_table("agent | agent steps/s | × | µs: games | other rollout | learning", rows)
     text += f"\n\nThreads of SB3: {threads}."
     return text, {"runs": measured, "trials": trials, "ratios": compared}
 
 
 def workers_alone(flags: str, seconds: float, device: torch.device) -> dict[str, float]:
-    """Agent steps per second of the games in as many processes as there are workers, and of acting, without games."""
+    """Agent steps per second of the games in one process per worker, and of acting without games."""
     settings = {"flags": f"{REAL_METTAGRID} {flags}".strip(), "seconds": seconds, "device": device.type}
     num_workers = metta_args(settings["flags"], device.type).num_workers
     with ThreadPoolExecutor(num_workers) as pool:
@@ -128,24 +126,24 @@ def workers_alone(flags: str, seconds: float, device: torch.device) -> dict[str,
 
 
 def possible_rate(alone: dict[str, float], args: ppo_metta.Args, device: torch.device) -> float:
-    """What workers and trainer could reach at most, who share the cores of a machine without a GPU."""
+    """Upper bound for workers and trainer, which share the cores of a machine without a GPU."""
     possible = min(alone["games"], alone["acting"])
     if device.type == "cpu":
         seconds = args.num_workers / alone["games"] + args.threads / alone["acting"]
-        possible = min(possible, ppo_metta.CORES / seconds)
+        possible = min(possible, harness.CORES / seconds)
     return possible
 
 
 @table(
     "metta-subproc",
     caption="""
-    `ppo_metta.py --env-id mettagrid`: what worker processes and batches in flight reach of what they could.
+    `ppo_metta.py --env-id mettagrid`: speed of worker processes and batches in flight, relative to an upper bound.
 
-    "Games" are as many processes as there are workers, each with its share of the games and random actions, and nobody
-    to wait for; "acting" is the network, and the draw of actions, on the agents of a batch in flight, with nothing
-    stored and no games. "Possible" is the lower of the two, or less where W workers and T threads share C cores:
-    C / (W / games + T / acting). Rollouts are those of a run that never learns (`--update-epochs 0`); end to end is
-    compared with 1 / (1 / rollouts + 1 / learning). 85 % is wanted of both. All are agent steps per second.
+    All numbers are agent steps per second. "games": one process per worker with its part of the games, random actions,
+    no synchronization. "acting": network and action sampling for one batch in flight, without games or storage.
+    "bound": the lower of the two, or C / (W / games + T / acting) if W workers and T threads share C cores. "rollouts":
+    a run without updates (`--update-epochs 0`). The bound of end to end is 1 / (1 / rollouts + 1 / learning). Target:
+    85 % of both bounds.
     """,
 )
 def metta_subproc(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -189,8 +187,8 @@ def metta_subproc(options: Options, device: torch.device) -> tuple[str, dict]:
             percent_min_max(shares["end to end"]),
         ]
         rows.append(row)
-    header = "flags | workers | threads | games | acting | possible | rollouts | of possible | learning | end to end"
-    return markdown_table(f"{header} | of possible", rows), {"settings": raw, "ratios": compared}
+    header = "flags | workers | threads | games | acting | bound | rollouts | of bound | learning | end to end"
+    return markdown_table(f"{header} | of bound", rows), {"settings": raw, "ratios": compared}
 
 
 def metta_switches(device: torch.device) -> list[str]:
@@ -202,7 +200,7 @@ def metta_switches(device: torch.device) -> list[str]:
         "--network box-cnn",
         "--network token-attention --max-seconds 20",
         "--vec-env subproc --max-seconds 14",
-        "--compile --max-seconds 60",  # compiling takes most of it and is not counted
+        "--compile --max-seconds 60",  # mostly compiling, which is not counted
     ]
     if device.type == "cuda":
         switches += ["--tf32", "--fp16", "--cudagraph", "--cudagraph --bf16", "--cudagraph --compile --bf16"]
@@ -214,12 +212,12 @@ def metta_switches(device: torch.device) -> list[str]:
 @table(
     "diagnose",
     caption="""
-    Where the time of `ppo_metta.py` goes, before (default) and after each switch.
+    Speed, latency and memory of `ppo_metta.py` for the default and each switch.
 
-    End to end and games alone are agent steps per second; "×" is to the default, within a round. Acting is the network
-    and the draw of actions, in milliseconds, mean / 95th / 99th percentile, for one agent and for all that act at once.
-    With subproc the games are those of one worker, and all agents are those of a batch in flight. Memory is the GPU's,
-    without one the process's.
+    End to end and games alone are agent steps per second; "×" is relative to the default, per round. Acting is network
+    and action sampling, mean / 95th / 99th percentile, for one agent and for a whole batch. With subproc, games alone
+    is one worker and a batch is one batch in flight. Peak memory is that of the largest process; it is not measured on
+    a GPU.
     """,
 )
 def diagnose(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -249,12 +247,12 @@ def diagnose(options: Options, device: torch.device) -> tuple[str, dict]:
             gpu_util = [means.get("perf/gpu_util", math.nan) for means in scalars]
             raw[flags]["gpu_util"] = gpu_util
             row.append(f"{statistics.median(gpu_util):.0f}%")
-        rows.append([*row, f"{median(runs, 'peak_memory_gib'):.2f}", active_switches(runs[0])])
+        rows.append([*row, peak_gib(runs, statistics.median), active_switches(runs[0])])
     header = "flags | end to end | × | games alone | acting, one agent, ms | acting, all agents, ms"
     if device.type == "cuda":
-        header += " | GPU busy"
-    text = markdown_table(f"{header} | peak GiB | what was active", rows)
+        header += " | GPU utilization"
+    text = markdown_table(f"{header} | peak GiB | active", rows)
     text += f"\n\nAll agents: {measured['parts', ''][0]['agents']:,}."
     if device.type != "cuda":
-        text += " GPU utilisation and memory: not measured without a GPU."
+        text += " GPU utilization and memory: not measured without a GPU."
     return text, {"switches": raw}

@@ -1,4 +1,4 @@
-"""Players that learn nothing: random ones, and scripted ones for the arena and for Mario."""
+"""Baseline players: random actions, and scripted players for the arena and Mario."""
 
 import random
 from collections import deque
@@ -18,7 +18,7 @@ from ppo_metta import rules_of
 
 
 def metta_errands(arena: MettaArena, body: Thing) -> dict[Thing, int]:
-    """Converters that are of use to this agent now, and what to do there: hearts, batteries and ore, in or out."""
+    """Converters this agent can use now, and the action there: GET an output or PUT inputs."""
     errands = {}
     for converter in arena.converters:
         recipe = arena.rules.book[converter.name]
@@ -28,22 +28,24 @@ def metta_errands(arena: MettaArena, body: Thing) -> dict[Thing, int]:
         stock = converter.inventory
         outputs = [ITEMS.index(item) for item in recipe.outputs]
         inputs = {ITEMS.index(item): number for item, number in recipe.inputs.items()}
-        has_output = any(stock[k] and carried[k] < CARRY[k] for k in outputs)
-        carries_inputs = all(carried[k] >= number for k, number in inputs.items())
-        has_space = all(stock[k] < 2 * number for k, number in inputs.items())
-        if has_output:
-            errands[converter] = GET
-        elif inputs and carries_inputs and has_space:
+        can_put = bool(inputs)
+        for item, number in inputs.items():
+            if carried[item] < number or stock[item] >= 2 * number:
+                can_put = False
+        if can_put:
             errands[converter] = PUT
+        for item in outputs:
+            if stock[item] and carried[item] < CARRY[item]:
+                errands[converter] = GET
     return errands
 
 
 def metta_action(arena: MettaArena, body: Thing) -> int:
-    """One action on the shortest way to the nearest errand; a random turn where there is none."""
+    """Next action on the shortest path to the nearest errand; random without one."""
     errands = metta_errands(arena, body)
     start = body.row, body.column
     queue = deque([start])
-    first_steps = {start: None}  # direction of the first step on the way to each cell
+    first_steps = {start: None}  # first direction of the path to each cell
     while queue:
         row, column = queue.popleft()
         first_step = first_steps[row, column]
@@ -51,17 +53,23 @@ def metta_action(arena: MettaArena, body: Thing) -> int:
             cell = row + down, column + across
             thing = arena.grid[cell[0]][cell[1]]
             if thing in errands:
-                if first_step is None:
-                    return errands[thing] if body.heading == direction else ROTATE + direction
-                return FORWARD if body.heading == first_step else ROTATE + first_step
+                action = FORWARD
+                if first_step is None:  # the thing is next to the agent
+                    action = errands[thing]
+                    first_step = direction
+                if body.heading != first_step:
+                    return ROTATE + first_step
+                return action
             if thing is None and cell not in first_steps:
-                first_steps[cell] = direction if first_step is None else first_step
+                first_steps[cell] = first_step
+                if first_step is None:
+                    first_steps[cell] = direction
                 queue.append(cell)
     return random.choice([NOOP, FORWARD, *range(ROTATE, ROTATE + 4)])
 
 
 def scripted_hearts(flags: str, agent_episodes: int) -> float:
-    """Mean hearts per agent of whole episodes by the scripted player, on the rule book."""
+    """Mean hearts per agent and episode of the scripted player, on the rule book."""
     arena = MettaArena(random_first_length=False, **rules_of(metta_args(flags, "cpu")))
     episodes = -(-agent_episodes // arena.rules.num_agents)
     hearts = 0
@@ -78,7 +86,7 @@ def scripted_hearts(flags: str, agent_episodes: int) -> float:
 
 
 def random_hearts(flags: str, agent_episodes: int) -> float:
-    """The same by random actions, in the trainer's games."""
+    """Mean hearts per agent and episode of random actions, on the batched arena."""
     args = metta_args(flags, "cpu")
     cpu = torch.device("cpu")
     num_agents = len(metta_envs(args, 1, cpu, 0).obs)
@@ -91,12 +99,12 @@ def random_hearts(flags: str, agent_episodes: int) -> float:
 
 
 def mario_jumper(game: MarioGame) -> int:
-    """Run, jump before gaps, walls and walkers, hold to the top, brake before landing on the near side of a walker."""
+    """Run; jump before gaps, walls and walkers, as high as possible; brake before landing on a walker."""
     front = game.x + mario.WIDTH
     feet = (game.y + mario.HEIGHT - 1) >> 8
 
     def block(tiles: float, row: int) -> int:
-        """What is so many tiles ahead."""
+        """Block so many tiles ahead."""
         column = (front + int(256 * tiles)) >> 8
         return game.level.grid[column << 4 | row]
 
@@ -105,16 +113,25 @@ def mario_jumper(game: MarioGame) -> int:
         falling_fast = game.vy > 0 and game.vx > 8
         if falling_fast and any(160 < distance < 900 for distance in walkers):
             return 6
-        return 4 if game.held and game.vy < 0 else 3
-    gap = any(block(tiles, mario_levels.GROUND) == mario_levels.ABYSS for tiles in (0, 0.5))
-    wall = any(block(tiles, feet) >= mario_levels.SOLID for tiles in (0, 1, 2))
+        if game.held and game.vy < 0:
+            return 4
+        return 3
+    danger = False
+    for tiles in (0, 0.5):
+        if block(tiles, mario_levels.GROUND) == mario_levels.ABYSS:
+            danger = True
+    for tiles in (0, 1, 2):
+        if block(tiles, feet) >= mario_levels.SOLID:
+            danger = True
     on_ground = feet == mario_levels.GROUND - 1
-    walker = on_ground and any(distance < 660 for distance in walkers)
-    danger = gap or wall or walker
-    return 4 if danger and not game.held else 3
+    if on_ground and any(distance < 660 for distance in walkers):
+        danger = True
+    if danger and not game.held:
+        return 4
+    return 3
 
 
-MARIO_PLAYERS = {  # action by game; random ones are among the simple seven
+MARIO_PLAYERS = {  # game to action, of the seven simple actions
     "random": lambda game: random.randrange(7),
     "right and run": lambda game: 3,
     "a scripted jumper": mario_jumper,
@@ -122,7 +139,7 @@ MARIO_PLAYERS = {  # action by game; random ones are among the simple seven
 
 
 def mario_games(player: str, games: int, real: bool = False, difficulty: int = 0) -> list[float]:
-    """Share of flags and mean distance in pixels over at least `games` games on unseen levels, or on the real 1-1."""
+    """Flag rate and mean distance in pixels over at least `games` games on unseen levels, or on the real 1-1."""
     random.seed(1)
     if real:
         batch = SuperMarioBrosBatch(seed=1)

@@ -1,7 +1,8 @@
-"""The pictures, drawn from what benchmarks/results has numbers for."""
+"""Plots of the files in benchmarks/results."""
 
 import json
 import statistics
+from collections.abc import Iterable
 
 import torch
 
@@ -33,29 +34,41 @@ def read_results(name: str, device: torch.device) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def medians(columns: Iterable) -> list[float]:
+    return [statistics.median(values) for values in columns]
+
+
 def draw_throughput(device: torch.device) -> None:
     lines = []
     env = read_results("env", device)
     if env:
         for name, label in GAMES_ALONE.items():
-            rates = [statistics.median(values) for values in zip(*env["rates"][name])]
-            lines.append((label, env["widths"][: len(rates)], rates))
+            rates = medians(zip(*env["rates"][name]))
+            widths = env["widths"][: len(rates)]
+            lines.append((label, widths, rates))
     act = read_results("act", device)
     if act:
         ours = act["rates"].pop("ours")
-        rates = [statistics.median(values) for values in zip(*ours)]
-        lines.append(("network plays", act["widths"], rates))
+        rates = medians(zip(*ours))
+        lines.append(("game and network", act["widths"], rates))
         widths = [int(width) for width in act["rates"]]
-        rates = [statistics.median(values) for values in act["rates"].values()]
-        lines.append(("network plays: Stable-Baselines3", widths, rates))
-    cells = []
+        rates = medians(act["rates"].values())
+        lines.append(("game and network: Stable-Baselines3", widths, rates))
+    widths = []
+    rates = []
     for cell in read_results("scaling", device).get("cells", []):
         if cell["script"] == "dqn_snake.py" and cell["flag"] == "--num-envs":
-            cells.append(cell)
-    if cells:
-        rates = [median(cell["runs"], "env_steps_per_second") for cell in cells]
-        lines.append(("network plays and learns", [cell["value"] for cell in cells], rates))
-    axes = {"xscale": "log", "yscale": "log", "xlabel": "games at once", "ylabel": "env steps per second"}
+            rate = median(cell["runs"], "env_steps_per_second")
+            widths.append(cell["value"])
+            rates.append(rate)
+    if rates:
+        lines.append(("training", widths, rates))
+    axes = {
+        "xscale": "log",
+        "yscale": "log",
+        "xlabel": "parallel games",
+        "ylabel": "env steps per second",
+    }
     save_plot("throughput", device, lines, title="Snake: speed by number of games", **axes)
 
 
@@ -65,7 +78,7 @@ def draw_time_to(goal: str, device: torch.device) -> None:
     for label, curves in read_results(f"time-to-{goal}", device).get("curves", {}).items():
         for curve in curves:
             lines.append((label, *zip(*curve)))
-    title = f"{game}: learning beside Stable-Baselines3, a line for every seed"
+    title = f"{game}: learning curves of ours and Stable-Baselines3, one line per seed"
     axes = {"xlabel": "seconds of training", "xscale": "log", "ylabel": f"mean {score}"}
     save_plot(f"time-to-{goal}", device, lines, title=title, **axes)
 
@@ -77,16 +90,16 @@ def draw_learning(device: torch.device) -> None:
             flags = one["flags"].split(" --seed")[0].replace("--max-seconds 600", "").strip()
             lines.append((flags or "defaults", *zip(*one["curve"])))
     axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
-    save_plot("learning", device, lines, title="Snake: ten minutes of dqn_snake.py, a line for every seed", **axes)
+    save_plot("learning", device, lines, title="Snake: ten minutes of dqn_snake.py, one line per seed", **axes)
 
 
 def save_plot(name: str, device: torch.device, lines: list[Line], **settings: str) -> None:
-    """Lines of one label share its color. Nothing is written without lines."""
+    """Lines with the same label share a color. Writes nothing without lines."""
     if not lines:
         return
-    import matplotlib  # here: a GPU is measured without it
+    import matplotlib  # not needed on a GPU machine
 
-    matplotlib.use("Agg")  # no screen is needed
+    matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogFormatter
 

@@ -1,5 +1,6 @@
-"""Tables of ppo_snake.py: what it learns, and how fast."""
+"""Tables of ppo_snake.py: learning and speed."""
 
+import math
 import statistics
 from functools import partial
 
@@ -15,12 +16,22 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def wilson_interval(share: float, trials: int) -> tuple[float, float]:
+    """95 % confidence interval of a share of `trials` (Wilson 1927)."""
+    z = 1.96
+    scale = 1 + z**2 / trials
+    middle = (share + z**2 / (2 * trials)) / scale
+    margin = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2) / scale
+    return max(middle - margin, 0.0), min(middle + margin, 1.0)
+
+
 def interval(run: dict) -> str:
-    return f"{100 * run['eval_full_boards_lowest']:.1f}–{100 * run['eval_full_boards_highest']:.1f}"
+    low, high = wilson_interval(run["eval_full_boards"], run["eval_episodes"])
+    return f"{100 * low:.1f}–{100 * high:.1f}"
 
 
 def learning_table(settings: list[tuple], options: Options) -> tuple[str, dict]:
-    """A row for each of `settings`: flags and seeds."""
+    """One row for each (flags, seeds) of `settings`."""
     rows = []
     raw = []
     for flags, seeds in settings:
@@ -37,16 +48,16 @@ def learning_table(settings: list[tuple], options: Options) -> tuple[str, dict]:
             median_min_max(column(runs, "env_steps_per_second")),
         ]
         rows.append(row)
-    header = "flags | mean food, seeds 1 · 2 · 3 | mean | boards filled | 95 % intervals of these | env steps/s"
+    header = "flags | mean food, seeds 1 · 2 · 3 | mean | full boards | 95 % intervals | env steps/s"
     return markdown_table(header, rows), {"runs": raw}
 
 
 @table(
     "ppo-snake-learn",
     caption="""
-    1,000 greedy games after a wall-clock budget, per seed: mean food of 97, and how many of them filled the board.
+    Mean food (of 97) and share of full boards over 1,000 greedy games after a wall-clock budget, per seed.
 
-    An interval is that of one seed's games. Seeds differ by far more.
+    The intervals cover the games of one seed; seeds differ by far more.
     """,
 )
 def ppo_snake_learn(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -57,7 +68,7 @@ def ppo_snake_learn(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "ppo-snake-learn-600",
     caption="""
-    As in ppo-snake-learn, after ten minutes.
+    As ppo-snake-learn, after ten minutes.
     """,
 )
 def ppo_snake_learn_600(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -68,7 +79,7 @@ def ppo_snake_learn_600(options: Options, device: torch.device) -> tuple[str, di
 @table(
     "ppo-snake-6x6",
     caption="""
-    As in ppo-snake-learn, on a board of 6x6: 33 food fill it.
+    As ppo-snake-learn, on a 6x6 board (33 food fill it).
     """,
 )
 def ppo_snake_6x6(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -79,7 +90,7 @@ def ppo_snake_6x6(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "ppo-snake-20x20",
     caption="""
-    As in ppo-snake-learn, on a board of 20x20, after half an hour: 397 food fill it.
+    As ppo-snake-learn, on a 20x20 board (397 food fill it), after half an hour.
     """,
 )
 def ppo_snake_20x20(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -90,10 +101,10 @@ def ppo_snake_20x20(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "ppo-snake-speed",
     caption="""
-    Playing and learning, end to end, by games at once; a minibatch is a sixteenth of the steps of a rollout.
+    End-to-end training speed by number of parallel games; a minibatch is a sixteenth of a rollout.
 
-    "Its matmuls" is the share of an update's time that they take when run alone, the last column the operations per
-    second of an update beside those of a large matmul.
+    "matmuls" is the time of the update's matmuls alone, as a share of the update. The last column is the FLOP/s of an
+    update, and its share of those of one large matmul.
     """,
 )
 def ppo_snake_speed(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -123,6 +134,6 @@ def ppo_snake_speed(options: Options, device: torch.device) -> tuple[str, dict]:
             f"{flops / seconds / 1e9:,.0f} ({flops / seconds / most_flops:.0%})",
         ]
         rows.append(row)
-    text = markdown_table("games | env steps/s | minibatch | ms per update | its matmuls | GFLOP/s", rows)
+    text = markdown_table("games | env steps/s | minibatch | ms per update | matmuls | GFLOP/s", rows)
     text += f"\n\nCeiling: {most_flops / 1e9:,.0f} GFLOP/s (fp32 matmul)."
     return text, {"games": raw, "ceiling": measured["ceiling"]}

@@ -1,4 +1,4 @@
-"""The table of several ranks: what an all-reduce costs, and what two ranks make of two cores."""
+"""Table of torchrun: the cost of an all-reduce, and two ranks on two cores."""
 
 import os
 import statistics
@@ -15,7 +15,7 @@ from benchmarks import harness
 from benchmarks.harness import SPEED_RUN, Options, column, ratios
 from benchmarks.report import markdown_table, median_min_max, table
 
-NETWORKS = {  # what the checkpoint of a script calls the weights that are averaged
+NETWORKS = {  # name of the network in each checkpoint
     "ppo_snake.py": "agent",
     "dqn_snake.py": "q_network",
     "ppo_metta.py": "agent",
@@ -24,7 +24,7 @@ NETWORKS = {  # what the checkpoint of a script calls the weights that are avera
 
 
 def time_all_reduce(rank: int, ranks: int, store: str, sizes: list[int], rounds: int, results: str) -> None:
-    """In one of the ranks: median seconds for each of `sizes`, in float32 numbers. The first rank writes them."""
+    """One rank: median seconds of an all-reduce for each of `sizes` (float32 numbers). Rank 0 writes them."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     medians = []
@@ -43,7 +43,7 @@ def time_all_reduce(rank: int, ranks: int, store: str, sizes: list[int], rounds:
 
 
 def all_reduce_seconds(ranks: int, sizes: list[int], rounds: int) -> list[float]:
-    """Median seconds of an all-reduce of so many float32 numbers over gloo, with all ranks on this machine."""
+    """Median seconds of an all-reduce of `sizes` float32 numbers over gloo, all ranks on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         results = os.path.join(folder, "results")
         mp.spawn(time_all_reduce, (ranks, os.path.join(folder, "store"), sizes, rounds, results), nprocs=ranks)
@@ -58,11 +58,11 @@ def num_weights(folder: Path, network: str) -> int:
 @table(
     "ranks",
     caption="""
-    `torchrun` on one machine: what an update sends, how long that takes, and updates per second end to end.
+    `torchrun` on one machine: size and time of the all-reduce, and end-to-end updates per second.
 
-    All ranks average their gradients in one all-reduce of float32 numbers for each update (gloo, a thread a rank). Two
-    ranks do the work of one, half each: the games and the batch are those of the whole job. Env steps keep in step with
-    updates, except Mario's, whose collectors play on. "×" is two ranks to one with two threads, within a round.
+    Every update averages the gradients in one float32 all-reduce (gloo, one thread per rank). Games and batch are
+    totals, so each of two ranks does half of the work. Env steps are tied to updates, except in Mario, whose collectors
+    do not wait. "×" is two ranks / one process with two threads, per round.
     """,
 )
 def ranks(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -95,6 +95,6 @@ def ranks(options: Options, device: torch.device) -> tuple[str, dict]:
         row += [median_min_max(rate, 1) for rate in rates.values()]
         row.append(median_min_max(ratios(rates["2 ranks"], rates["2 threads"]), 2))
         rows.append(row)
-    header = "script | KiB an update | ms an update, 1 thread | all-reduce ms, 2 ranks | 4 ranks"
+    header = "script | KiB per update | ms per update, 1 thread | all-reduce ms, 2 ranks | 4 ranks"
     header += " | updates/s, 1 thread | 2 threads | 2 ranks | ×"
     return markdown_table(header, rows), {"runs": measured, "sizes": sizes, "all_reduce": reduce_seconds}

@@ -1,4 +1,4 @@
-"""Tables, the pages and files they are written into, and the comparison with an earlier measurement."""
+"""Markdown tables, the pages and result files, and the comparison with earlier results."""
 
 import inspect
 import json
@@ -6,14 +6,13 @@ import math
 import re
 import statistics
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import Options, fail
+from benchmarks.harness import Options, column, fail
 
 
 @dataclass
@@ -22,14 +21,14 @@ class Table:
     """name of its page in benchmarks/pages, without .md"""
     caption: str
     measure: Callable[[Options, torch.device], tuple[str, dict]]
-    """gives its text, and what --json and benchmarks/results say of it"""
+    """returns the text of the table and its raw results"""
 
 
 TABLES: dict[str, Table] = {}
 
 
 def table(name: str, caption: str) -> Callable:
-    """Register a function as what measures the table `name`. Its page has the name of the file it stands in."""
+    """Register the function that measures table `name`. Its page is named after its module."""
 
     def register(measure: Callable) -> Callable:
         page = measure.__module__.rpartition(".")[2].replace("_", "-")
@@ -56,17 +55,25 @@ def percent_min_max(shares: list[float]) -> str:
 
 
 def code(flags: str) -> str:
-    """The flags of a row as its first cell."""
+    """First cell of a row: its flags."""
     return f"`{flags}`" if flags else "default"
 
 
 def active_switches(summary: dict) -> str:
-    """What was active in a run."""
+    """Precision, attention kernel, compile and CUDA graphs of a run."""
     names = [summary["precision"], summary.get("sdpa")]
     for switch in ("compiled", "cudagraph"):
         if summary[switch]:
             names.append(switch)
     return ", ".join(filter(None, names))
+
+
+def peak_gib(runs: list[dict], pick: Callable = max, digits: int = 2) -> str:
+    """Cell with the peak memory of runs in GiB; "–" if it was not measured, as on a GPU."""
+    peaks = column(runs, "peak_memory_gib")
+    if None in peaks:
+        return "–"
+    return f"{pick(peaks):.{digits}f}"
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -88,14 +95,14 @@ def page_file(name: str) -> Path:
 
 
 def section(record: dict, text: str) -> str:
-    """What stands on the page between a table's marks: what it is, the table, and how it was measured."""
+    """Section of a page: caption, table, and how it was measured."""
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     measured = f"`{record['command']}` on {record['hardware']}; {versions}; {record['date']}, commit {record['commit']}"
     return f"{TABLES[record['table']].caption}\n\n{text}\n\n{measured}"
 
 
 def write_section(name: str, device: torch.device, text: str) -> None:
-    """Put `text` between the marks of its table on its page."""
+    """Replace the section of a table on its page."""
     page = page_file(name)
     mark = f"<!-- {name} {device.type} -->"
     content = page.read_text() if page.exists() else ""
@@ -110,7 +117,7 @@ def write_section(name: str, device: torch.device, text: str) -> None:
 
 
 def make_record(name: str, options: Options, device: torch.device, raw: dict) -> dict:
-    """What a table found, and how it was asked."""
+    """Result file of a table: its command and its raw results."""
     command = f"python benchmark.py --suite {name}"
     if options.fast:
         command += " --fast"
@@ -122,12 +129,12 @@ def make_record(name: str, options: Options, device: torch.device, raw: dict) ->
 
 
 def is_gpu_trial(options: Options) -> bool:
-    """Whether this only tries the code of --suite gpu out: nothing that it finds is a result."""
+    """--suite gpu --fast is a smoke test; it writes no results."""
     return options.suite == "gpu" and options.fast
 
 
 def write_table(options: Options, device: torch.device, record: dict, text: str) -> None:
-    """Into results and onto the page. A comparison changes nothing that the next one compares with."""
+    """Write the result file and the page. --compare writes neither, so that it can be repeated."""
     if options.compare is not None or is_gpu_trial(options):
         return
     write_results(results_file(record["table"], device), json.dumps(record))
@@ -135,52 +142,27 @@ def write_table(options: Options, device: torch.device, record: dict, text: str)
 
 
 def write_results(path: Path, text: str) -> None:
-    """Write a file; where that fails print what would stand there, so that nothing measured is lost."""
+    """Write a file; if that fails, print the text, so that no result is lost."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        print(f"benchmark.py: {path} cannot be written ({error.strerror}); it would be:\n{text}", flush=True)
-
-
-def check_files(options: Options, names: list[str], device: torch.device) -> None:
-    """Refuse before anything is measured what could not be written at the end."""
-    if options.json is not None:
-        if options.compare is not None and Path(options.json).resolve() == Path(options.compare).resolve():
-            fail(f"--json {options.json}: is what --compare compares with; another file works")
-        check_writable(f"--json {options.json}", Path(options.json))
-    if options.compare is not None or is_gpu_trial(options):
-        return
-    for name in names:
-        for path in (page_file(name), results_file(name, device)):
-            with suppress(OSError):  # what is wrong is said of the file in it
-                path.parent.mkdir(parents=True, exist_ok=True)
-            check_writable(str(path), path)
-
-
-def check_writable(what: str, path: Path) -> None:
-    try:
-        is_new = not path.exists()
-        with path.open("a"):
-            pass
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        fail(f"{what}: cannot be written ({error.strerror}); a file in a folder that can be written works")
+        print(f"benchmark.py: {path} cannot be written ({error.strerror}); its text:\n{text}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ comparison
 
-MIN_ROUNDS = 3  # of a ratio, then and now: no single lucky round decides
-LOWEST = 0.9  # a median below this part of the one before has fallen; on a quiet machine medians vary by a few percent
+MIN_ROUNDS = 3  # a single lucky round decides nothing
+LOWEST = 0.9  # of the old median; on a quiet machine medians vary by a few percent
 
 
 def read_reference(options: Options, names: list[str], device: torch.device) -> dict[str, dict]:
-    """What --compare compares with, by table; refused before anything is measured where that could not be compared."""
+    """Reference records of --compare, by table; fails before measuring if nothing can be compared."""
     path = options.compare
     if path is None:
         return {}
     if options.rounds < MIN_ROUNDS:
-        fail(f"--compare: {options.rounds} rounds say too little; --repeats {MIN_ROUNDS} or more works")
+        fail(f"--compare: {options.rounds} rounds are too few; use --repeats {MIN_ROUNDS} or more")
     reference = {}
     try:
         found = json.loads(Path(path).read_text())
@@ -190,11 +172,11 @@ def read_reference(options: Options, names: list[str], device: torch.device) -> 
                 reference[record["table"]] = record
                 check_reference(path, record, options.fast)
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        reason = f"not a file of results ({type(error).__name__}: {error})"
-        fail(f"--compare {path}: {reason}; one that --json wrote works")
+        reason = f"not a result file ({type(error).__name__}: {error})"
+        fail(f"--compare {path}: {reason}; use a file written by --json")
     if not reference:
-        reason = f"it has no ratios of {', '.join(names)} on {device.type}"
-        fail(f"--compare {path}: {reason}; a file that --json wrote works")
+        reason = f"no ratios of {', '.join(names)} on {device.type}"
+        fail(f"--compare {path}: {reason}; use a file written by --json")
     return reference
 
 
@@ -202,15 +184,15 @@ def check_reference(path: str, record: dict, fast: bool) -> None:
     name = record["table"]
     if ("--fast" in record["command"]) != fast:
         reason = f"{name} was measured by {record['command']}"
-        fail(f"--compare {path}: {reason}; with --fast in both or in neither it works")
+        fail(f"--compare {path}: {reason}; use --fast in both or in neither")
     for label, values in record["ratios"].items():
         if len(values) < MIN_ROUNDS or not all(0 < value < math.inf for value in values):
             reason = f"{name}, {label} has {len(values)} rounds, {values}"
-            fail(f"--compare {path}: {reason}; {MIN_ROUNDS} or more positive numbers work")
+            fail(f"--compare {path}: {reason}; {MIN_ROUNDS} or more positive numbers are needed")
 
 
 def verdict(before: list[float], now: list[float]) -> str:
-    """What became of a ratio: "holds" is the only word that passes."""
+    """Result of one comparison; only "holds" passes."""
     if not now:
         return "missing"
     if len(now) < MIN_ROUNDS:
@@ -221,14 +203,14 @@ def verdict(before: list[float], now: list[float]) -> str:
 
 
 def compare(reference: dict[str, dict], records: list[dict]) -> bool:
-    """Print every ratio then and now. Whether all that there were then are there, and none fell below LOWEST of it."""
+    """Print all ratios, old and new. True if none is missing or below LOWEST times its old median."""
     rows = []
     for record in records:
         name = record["table"]
         if name not in reference:
-            print(f"not compared: {name}, of which there are no ratios there")
+            print(f"not compared: {name} (no ratios in the reference)")
             continue
-        for when, about in (("then", reference[name]), ("now", record)):
+        for when, about in (("old", reference[name]), ("new", record)):
             print(f"{name}, {when}: {about.get('hardware')}, {about.get('date')}, commit {about.get('commit')}")
         for label, before in reference[name]["ratios"].items():
             now = record.get("ratios", {}).get(label, [])
@@ -238,7 +220,7 @@ def compare(reference: dict[str, dict], records: list[dict]) -> bool:
                 row[3] = f"{statistics.median(now) / statistics.median(before) - 1:+.0%}"
             rows.append([*row, verdict(before, now)])
     regressions = [row for row in rows if row[-1] != "holds"]
-    print(markdown_table("ratio to | then | now | median | ", rows))
+    print(markdown_table("ratio to | old | new | median | ", rows))
     held = f"{len(rows) - len(regressions)} of {len(rows)} ratios hold"
-    print(f"{held}: at least {LOWEST:.0%} of the median then, in {MIN_ROUNDS} or more rounds")
+    print(f"{held}: at least {LOWEST:.0%} of the old median, in {MIN_ROUNDS} or more rounds")
     return bool(rows) and not regressions

@@ -1,8 +1,6 @@
-"""Tables of dqn_snake_sb3_compat.py beside Stable-Baselines3, and the sweep that finds settings for .env."""
+"""dqn_snake_sb3_compat.py compared with Stable-Baselines3, and the sweep of settings for .env."""
 
-import io
 import re
-import shutil
 import statistics
 import sys
 import time
@@ -10,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from dotenv.parser import Binding, parse_stream
+from dotenv import set_key
 
 from benchmarks import harness
 from benchmarks.harness import SPEED_RUN, Options, column, fail, ratios
-from benchmarks.report import markdown_table, median_min_max, table
+from benchmarks.report import markdown_table, median_min_max, peak_gib, table
 from benchmarks.sb3_peers import sb3_agent, sb3_rate
 
 SCRIPT = "dqn_snake_sb3_compat.py"
@@ -23,9 +21,9 @@ SCRIPT = "dqn_snake_sb3_compat.py"
 @table(
     "sb3-speed",
     caption="""
-    `dqn_snake_sb3_compat.py` beside Stable-Baselines3, in turn: same game, network, batch 32, train_freq 4.
+    Env steps per second of `dqn_snake_sb3_compat.py` and Stable-Baselines3: same game, network, batch 32, train_freq 4.
 
-    "×" is ours to the faster SB3, within a round.
+    "×" is ours / the faster SB3, per round.
     """,
 )
 def sb3_speed(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -34,14 +32,14 @@ def sb3_speed(options: Options, device: torch.device) -> tuple[str, dict]:
         cases = cases[::3]
     seconds = 2 if options.fast else 5
     agent = {"name": "SB3's DQN, defaults", "device": device.type}
-    header = ["game, how many", "ours", "ours, `--compile`", "SB3, 1 thread", "SB3, all threads"]
+    header = ["game, number", "ours", "ours, `--compile`", "SB3, 1 thread", "SB3, all threads"]
     rows = []
     raw = {}
     compared = {}
     for env_id, num_envs in cases:
         base = f"{SPEED_RUN} --env-id {env_id} --num-envs {num_envs} --exploration-initial-eps 0.05"
         eager = f"{base} --max-seconds {seconds}"
-        compiled = f"{base} --max-seconds {seconds + 5} --compile"  # compiling takes five and is not counted
+        compiled = f"{base} --max-seconds {seconds + 5} --compile"  # compiling takes 5 s and is not counted
         game = {"env_id": env_id, "num_envs": num_envs, "seconds": seconds}
         cores = torch.get_num_threads()
         calls = {
@@ -91,9 +89,9 @@ def sb3_learn_run(seed: int) -> list[float]:
 @table(
     "sb3-learn",
     caption="""
-    CartPole-v1 learned for 50,000 steps by both, with the same tuned hyperparameters: mean return, 500 at most.
+    CartPole-v1 for 50,000 steps with the same tuned hyperparameters: mean return, at most 500.
 
-    DQN's last policy is a lottery here, so there are ten tickets.
+    The final DQN policy varies a lot between seeds here, hence ten seeds.
     """,
 )
 def sb3_learn(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -122,7 +120,7 @@ def sb3_learn(options: Options, device: torch.device) -> tuple[str, dict]:
             median_min_max(times, 1),
         ]
         rows.append(row)
-    header = "who | mean return of 100 games, a seed each | mean | seconds | SB3's seconds to these"
+    header = "agent | mean return over 100 games, by seed (sorted) | mean | seconds | × SB3"
     return markdown_table(header, rows), {"runs": raw, "ratios": compared}
 
 
@@ -142,7 +140,7 @@ CONFIGURATIONS += ["bf16 + compile + flash"]
 
 
 def inactive(words: list[str], one: dict) -> dict[str, str]:
-    """The switches among `words` that did not work in a run, and what ran instead."""
+    """Switches among `words` that were inactive in a run, and what ran instead."""
     kernel = one["sdpa"].removesuffix("_attention")
     ran = {
         "bf16": one["precision"].replace("bfloat", "bf"),
@@ -155,7 +153,7 @@ def inactive(words: list[str], one: dict) -> dict[str, str]:
 
 
 def sweep_cells(options: Options, device: torch.device, batches: tuple[int, ...]) -> list[dict]:
-    """One run for every configuration and batch, or why there is none."""
+    """One run per configuration and batch size, or the reason there is none."""
     unavailable = {"tf32": "needs CUDA", "efficient": "needs CUDA"}
     if device.type == "cuda":
         unavailable = {}
@@ -166,10 +164,10 @@ def sweep_cells(options: Options, device: torch.device, batches: tuple[int, ...]
     cells = []
     for name in CONFIGURATIONS:
         if "bf16" in unavailable and name != "bf16":
-            name = name.replace("bf16", "fp32")  # where bf16 does nothing the others are measured without it
+            name = name.replace("bf16", "fp32")  # without bf16 units the other rows use fp32
         words = name.split(" + ")
         seconds = 15
-        if "compile" in words:  # which takes a part of it
+        if "compile" in words:  # includes compiling
             seconds = 60 if device.type == "cpu" else 90
         switches = " ".join(SWEPT[word] for word in words).strip()
         for batch in batches:
@@ -180,13 +178,16 @@ def sweep_cells(options: Options, device: torch.device, batches: tuple[int, ...]
                 if not marks:
                     cell = harness.run(flags, options, SCRIPT)
                     marks = inactive(words, cell)
-                    if batch == batches[0]:  # what the smallest batch does without, all do
+                    if batch == batches[0]:  # then skip it for larger batches
                         unavailable |= marks
                     if not cell["updates_per_second"]:
                         marks["time"] = "no update in time"
             except MemoryError:
                 marks = {"memory": "OOM"}
-            cells.append({"configuration": name, "batch": batch, "mark": "; ".join(marks.values())} | cell)
+            cell["configuration"] = name
+            cell["batch"] = batch
+            cell["mark"] = "; ".join(marks.values())
+            cells.append(cell)
     return cells
 
 
@@ -201,28 +202,28 @@ def sweep_tables(cells: list[dict], ranked: list[dict], best: dict, batches: tup
             f"{cell['updates_per_second']:,.2f}",
             f"{cell['env_steps_per_second']:,.2f}",
             f"{cell['replay_ratio']:,g}",
-            f"{cell['peak_memory_gib']:.2f}",
+            peak_gib([cell]),
         ]
         rows.append(row)
     by_configuration = {}
     for cell in cells:
         text = cell["mark"] or f"{cell['samples_per_second']:,.1f}"
         by_configuration.setdefault(cell["configuration"], []).append(text)
-    header = "place | switches | batch | samples/s | updates/s | env steps/s | replay ratio | peak GiB"
+    header = "rank | switches | batch | samples/s | updates/s | env steps/s | replay ratio | peak GiB"
     text = markdown_table(header, rows) + "\n\nSamples/s:\n\n"
     header = " | ".join(["switches", *(f"batch {batch:,}" for batch in batches)])
     text += markdown_table(header, [[name, *texts] for name, texts in by_configuration.items()])
     line = "{configuration} at batch {batch:,}: {samples_per_second:,.1f} samples/s, {env_steps_per_second:,.2f} env "
     line += "steps/s, replay ratio {replay_ratio:g}"
-    text += f"\n\nMost samples/s that .env can set: {line.format(**best)}. That is throughput, no promise of learning "
+    text += f"\n\nMost samples/s with settings of .env: {line.format(**best)}. Throughput does not imply faster "
     most_steps = max(ranked, key=lambda cell: cell["env_steps_per_second"])
-    return text + f"sooner.\nMost env steps/s: {line.format(**most_steps)}."
+    return text + f"learning.\nMost env steps/s: {line.format(**most_steps)}."
 
 
 @table(
     "sweep",
     caption="""
-    The transformer of `dqn_snake_sb3_compat.py` on 20x20, train_freq 4, by switches and batch: one run a cell.
+    The transformer of `dqn_snake_sb3_compat.py` on 20x20, train_freq 4, by switches and batch size: one run per cell.
     """,
 )
 def sweep(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -236,7 +237,7 @@ def sweep(options: Options, device: torch.device) -> tuple[str, dict]:
     ranked.sort(key=lambda cell: -cell["samples_per_second"])
     for_env = [cell for cell in ranked if not re.search("tf32|efficient|math", cell["configuration"])]
     if not for_env:
-        sys.exit("sweep: nothing that .env can set could be measured; a GPU or machine with more memory is needed")
+        sys.exit("sweep: no setting of .env could be measured; use a GPU or a machine with more memory")
     best = for_env[0]
     env = {"OPTIMAL_BATCH_SIZE": str(best["batch"])}
     words = {"USE_TORCH_COMPILE": "compile", "USE_FLASH_ATTENTION": "flash", "USE_BF16": "bf16"}
@@ -245,45 +246,12 @@ def sweep(options: Options, device: torch.device) -> tuple[str, dict]:
     return sweep_tables(cells, ranked, best, batches), {"cells": cells, "env": env}
 
 
-def replace_value(line: Binding, value: str) -> str:
-    """A line of .env with another value: `export`, spaces, quotes and comment stay."""
-    old = line.original.string
-    quoted_or_not = r"""(?:(?P<quote>['"]).*?\3(?=\s*(?:#|$))|[^\r\n]*?(?=\s+#|\s*$))"""
-    found = re.search(rf"('?\b{line.key}\b'?)(\s*=[^\S\r\n]*)?{quoted_or_not}", old)
-    quote = found["quote"] or ""
-    new = f"{found[1]}{found[2] or '='}{quote}{value}{quote}"
-    return old[: found.start()] + new + old[found.end() :]
-
-
 def write_env(values: dict[str, str]) -> None:
-    """Set `values` in .env and keep the rest letter for letter; without values, only see whether that would work.
-
-    dotenv's own set_key drops `export`, and comments and blank lines next to what it changes.
-    """
-    path = Path(".env").resolve()  # where it is a link, the file behind it
-    temporary = path.with_name(f"{path.name}.tmp")
-    missing = dict(values)
-    text = ""
+    """Set `values` in .env."""
+    path = Path(".env").resolve()  # follows a link
+    print(f"{path}: " + " ".join(f"{name}={value}" for name, value in values.items()))
     try:
-        old = path.read_bytes().decode() if path.exists() else ""
-        for line in parse_stream(io.StringIO(old, newline="")):
-            if line.key in values:
-                missing.pop(line.key, None)
-                text += replace_value(line, values[line.key])
-            else:
-                text += line.original.string
-        if missing and text and not text.endswith("\n"):
-            text += "\n"
-        for name, value in missing.items():
-            text += f"{name}={value}\n"
-        temporary.touch(0o600)  # .env may hold secrets
-        temporary.write_bytes(text.encode())
-        if path.exists():
-            shutil.copymode(path, temporary)
-        if values:
-            temporary.replace(path)
-            print(f"{path}: " + " ".join(f"{name}={value}" for name, value in values.items()))
+        for name, value in values.items():
+            set_key(path, name, value, quote_mode="never")
     except (OSError, ValueError) as error:
-        fail(f"--write-env: {path} cannot be changed ({error}); a text file in a folder that can be written works")
-    finally:
-        temporary.unlink(missing_ok=True)
+        fail(f"--write-env: {path} cannot be changed ({error}); it must be a text file in a writable folder")

@@ -1,4 +1,4 @@
-"""Stable-Baselines3's agents beside ours: in Snake, in the arena and in Mario."""
+"""Stable-Baselines3's agents as peers in Snake, the arena and Mario."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -22,22 +22,22 @@ from envs.snake.batch import SnakeBatch
 from envs.snake.rules import MOVES
 from envs.snake.view import EgocentricView
 
-FOREVER = 10**9  # steps: time ends it
+FOREVER = 10**9  # steps; runs end by time
 
 
 def learning_curve(
     make_model: Callable[[], Any], evaluate: Callable[[Any], float], seconds: float, every: float, goal: float
 ) -> list:
-    """[seconds, what `evaluate` says] of an SB3 agent that learns, until that is `goal`. Evaluating stops the clock.
+    """[seconds, score] of an SB3 agent until it reaches `goal`. Evaluation stops the clock.
 
-    It is evaluated again after `every` seconds, and after a twentieth of those that it has learned for.
+    The next evaluation is due after `every` seconds or a twentieth of the training time so far, whichever is longer.
     """
     model = make_model()
     curve = [[0.0, 0.0]]
     start = time.perf_counter()
     paused = 0.0
 
-    def goes_on(*_: Any) -> bool:
+    def keep_training(*_: Any) -> bool:
         nonlocal paused
         now = time.perf_counter() - start - paused
         if now >= curve[-1][0] + max(every, now / 20):
@@ -45,12 +45,12 @@ def learning_curve(
             paused = time.perf_counter() - start - now
         return now < seconds and curve[-1][1] < goal
 
-    model.learn(FOREVER, callback=goes_on)
+    model.learn(FOREVER, callback=keep_training)
     return curve
 
 
 def learn_for(model: Any, seconds: float) -> dict[str, float]:
-    """Env steps per second while it learns."""
+    """Env steps per second of training."""
     start = time.perf_counter()
     model.learn(FOREVER, callback=lambda *_: time.perf_counter() - start < seconds)
     return {"env_steps_per_second": model.num_timesteps / (time.perf_counter() - start)}
@@ -65,10 +65,10 @@ def plan_agents(
     options: Options,
     device: torch.device,
 ) -> tuple[dict, dict]:
-    """Settings of SB3 agents, the faster number of threads by `rate` among them, and after how many seconds each ends.
+    """Settings of SB3 agents, with the faster number of threads by `rate`, and the seconds after which each stops.
 
-    That is `longest` at SB3's defaults, ten minutes with ours. A DQN explores over a tenth of what it can play until
-    then, or in the seconds of the part of its name in `explored`.
+    The limit is `longest` at SB3's defaults, ten minutes with our settings. A DQN explores over a tenth of the steps of
+    that time, or of the time in `explored` if its name contains the key.
     """
     plans = {}
     ends = {}
@@ -95,7 +95,7 @@ def plan_agents(
 
 # ------------------------------------------------------------------------------------------------ Snake
 
-SNAKE_RECIPE = {  # dqn_snake.py's, as far as SB3 has it: no double target, no step size that falls
+SNAKE_RECIPE = {  # of dqn_snake.py, as far as SB3 supports it: no double DQN, no learning rate schedule
     "view": True,
     "width": 512,
     "num_envs": 128,
@@ -120,7 +120,7 @@ SNAKE_AGENTS = {
 
 
 class RelativeActions(gymnasium.ActionWrapper):
-    """Left, ahead, right: the actions of those who see the board as the snake does."""
+    """Actions left, ahead, right, for agents with the egocentric view."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
@@ -140,7 +140,7 @@ class RelativeActions(gymnasium.ActionWrapper):
 
 
 def absolute_actions(view: EgocentricView, obs: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """The same for many games at once."""
+    """Relative to absolute actions, batched."""
     _, orientation, _, _, _ = view.locate(obs)
     turn = action - 1
     turn = torch.where(orientation % 2 == 1, -turn, turn)
@@ -148,10 +148,9 @@ def absolute_actions(view: EgocentricView, obs: torch.Tensor, action: torch.Tens
 
 
 class SnakeView(torch.nn.Module):
-    """What an SB3 policy sees of Snake's codes: dqn_snake.py's view, flat, or the hidden layers of its network on it.
+    """Features extractor for SB3: dqn_snake.py's view, flat, or the hidden layers of its network.
 
-    Built by SB3, hence the signature and `features_dim`. As in dqn_snake.py the view is made when the network needs it
-    and of the whole batch, so the replay holds bytes.
+    As in dqn_snake.py the view is computed per batch, so the replay buffer holds bytes.
     """
 
     def __init__(self, space: gymnasium.spaces.Box, width: int, device: str) -> None:
@@ -170,7 +169,7 @@ class SnakeView(torch.nn.Module):
 def sb3_agent(
     name: str, device: str, threads: int, env_id: str = "Snake-v0", seed: int = 1, explored: int = 1, **changes: Any
 ) -> Any:
-    """The agent of SNAKE_AGENTS, to learn for FOREVER; a DQN explores over its first `explored` steps."""
+    """An agent of SNAKE_AGENTS; a DQN explores over its first `explored` steps of FOREVER."""
     import stable_baselines3
     from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -202,14 +201,15 @@ def sb3_agent(
 
 
 def sb3_rate(seconds: float, **agent: Any) -> dict[str, float]:
-    """Env steps per second while it learns, and transitions learned from per env step (DQN)."""
+    """Env steps per second of training, and the replay ratio of a DQN."""
     model = sb3_agent(**agent)
     rate = learn_for(model, seconds)
-    return rate | {"replay_ratio": model._n_updates * model.batch_size / model.num_timesteps}
+    rate["replay_ratio"] = model._n_updates * model.batch_size / model.num_timesteps
+    return rate
 
 
 def sb3_act_rate(num_envs: int, seconds: float, device: str) -> float:
-    """Env steps per second of dqn_snake.py's network playing in SB3's `DummyVecEnv`."""
+    """Env steps per second of dqn_snake.py's network in SB3's `DummyVecEnv`."""
     model = sb3_agent("SB3's DQN, our recipe", device, torch.get_num_threads(), num_envs=num_envs)
     games = model.get_env()
     obs = games.reset()
@@ -222,7 +222,7 @@ def sb3_act_rate(num_envs: int, seconds: float, device: str) -> float:
 
 
 def greedy_score(model: Any, relative_actions: bool, episodes: int = 100) -> float:
-    """Mean food of greedy games: those of dqn_snake.py's evaluations, played the same way."""
+    """Mean food over the greedy games of dqn_snake.py's evaluation."""
     envs = SnakeBatch(episodes, seed=dqn_snake.EVAL_SEED)
     obs = envs.reset()
     score = torch.zeros(episodes)
@@ -253,7 +253,7 @@ def sb3_curve(name: str, seconds: float, every: float, goal: float, **agent: Any
 
 
 class MettaView(torch.nn.Module):
-    """ppo_metta.py's network up to its heads, as what an SB3 policy makes of tokens. SB3 hands them over as floats."""
+    """Features extractor for SB3: ppo_metta.py's network up to its heads. SB3 passes tokens as floats."""
 
     def __init__(self, space: gymnasium.spaces.Box, flags: str, device: str) -> None:
         super().__init__()
@@ -276,8 +276,8 @@ def arena_view(args: ppo_metta.Args, device: torch.device) -> TokenView:
 
 
 def sb3_arena_envs(args: ppo_metta.Args, rule_book: bool, device: torch.device, seen_actions: bool = False) -> Any:
-    """The agents of a run's arenas as the games of SB3's PPO, with `seen_actions` for who has our network: actions as
-    an agent sees them in its turned window."""
+    """The agents of a run's arenas as a VecEnv. `seen_actions`: actions are relative to the agent's heading, as for our
+    network."""
     from stable_baselines3.common.vec_env import VecEnv
 
     view = arena_view(args, device)
@@ -285,7 +285,7 @@ def sb3_arena_envs(args: ppo_metta.Args, rule_book: bool, device: torch.device, 
 
     class ArenaAgents(VecEnv):
         def __init__(self) -> None:
-            self.seconds = 0.0  # that games took
+            self.seconds = 0.0  # spent in the games
             self.games = RuleBooks(args) if rule_book else metta_envs(args, args.num_envs, device, 1)
             num_agents, *shape = self.games.obs.shape
             space = gymnasium.spaces.Box(0, 255, tuple(shape), np.uint8)
@@ -304,7 +304,7 @@ def sb3_arena_envs(args: ppo_metta.Args, rule_book: bool, device: torch.device, 
             start = time.perf_counter()
             obs, reward, terminated, truncated, info = self.games.step(self.actions)
             self.seconds += time.perf_counter() - start
-            infos = [{}] * self.num_envs  # one and the same: it is only read
+            infos = [{}] * self.num_envs  # shared, read-only
             for agent in truncated.nonzero().flatten().tolist():
                 final_obs = info["final_obs"][agent].cpu().numpy()
                 infos[agent] = {"terminal_observation": final_obs, "TimeLimit.truncated": True}
@@ -312,15 +312,15 @@ def sb3_arena_envs(args: ppo_metta.Args, rule_book: bool, device: torch.device, 
             return obs.cpu().numpy().copy(), reward, (terminated | truncated).cpu().numpy(), infos
 
         def get_attr(self, name: str, indices: Any = None) -> list:
-            return [None] * self.num_envs  # the render mode: nothing else is asked for
+            return [None] * self.num_envs  # only asked for the render mode
 
-        close = set_attr = env_method = env_is_wrapped = None  # a VecEnv must have them, PPO does without
+        close = set_attr = env_method = env_is_wrapped = None  # abstract in VecEnv, not used by PPO
 
     return ArenaAgents()
 
 
 def sb3_arena_agent(flags: str, games: Any, threads: int, device: str, seed: int = 1) -> Any:
-    """SB3's PPO as a run with `flags` is: network, first weights, batch, minibatch, epochs, coefficients."""
+    """SB3's PPO with the network, initialization, batch, minibatch, epochs and coefficients of a run."""
     from stable_baselines3 import PPO
 
     args = metta_args(flags, device)
@@ -345,7 +345,7 @@ def sb3_arena_agent(flags: str, games: Any, threads: int, device: str, seed: int
         clip_range_vf=args.vf_clip_coef,
         normalize_advantage=args.norm_adv,
         ent_coef=args.ent_coef,
-        vf_coef=args.vf_coef / 2,  # SB3's value loss is the mean of squares, ours half of that
+        vf_coef=args.vf_coef / 2,  # ours has the factor 1/2, SB3's has not
         max_grad_norm=args.max_grad_norm,
         policy_kwargs=network,
         device=device,
@@ -358,14 +358,14 @@ def sb3_arena_agent(flags: str, games: Any, threads: int, device: str, seed: int
 
 
 def sb3_arena_rate(flags: str, rule_book: bool, threads: int, seconds: float, device: str) -> dict[str, float]:
-    """Agent steps per second of SB3's PPO in a run's arena with its network, batch, minibatch and epochs, and the
-    microseconds of a step in games, the rest of rollouts, and learning. Whole iterations, without the first."""
+    """Agent steps per second of SB3's PPO with the settings of a run, and microseconds per step of games, other rollout
+    time and learning. Whole iterations, without the first."""
     from stable_baselines3.common.callbacks import BaseCallback
 
     games = sb3_arena_envs(metta_args(flags, device), rule_book, torch.device(device), seen_actions=True)
     model = sb3_arena_agent(flags, games, threads, device)
     rollout_starts = []
-    game_seconds = []  # until each of them
+    game_seconds = []  # at each rollout start
     rollout_ends = []
 
     class Clock(BaseCallback):
@@ -394,9 +394,9 @@ def sb3_arena_rate(flags: str, rule_book: bool, threads: int, seconds: float, de
 
 
 class PolicyAgent:
-    """An SB3 policy, called as `ppo_metta.evaluate` calls an agent. It has no memory.
+    """An SB3 policy with the interface that `ppo_metta.evaluate` expects, without memory.
 
-    With a `view` its actions are as an agent sees them.
+    With a `view` its actions are relative to the agent's heading.
     """
 
     state_size = 0
@@ -439,7 +439,7 @@ def sb3_arena_curve(
 
 # ------------------------------------------------------------------------------------------------ Mario
 
-MARIO_AGENTS = {  # SB3's replay of a million would take 53 GiB
+MARIO_AGENTS = {  # SB3's default buffer of a million would take 53 GiB
     "SB3's DQN, defaults": {"algorithm": "DQN", "buffer_size": 100_000},
     "SB3's DQN, our recipe": {
         "algorithm": "DQN",
@@ -466,7 +466,7 @@ MARIO_AGENTS = {  # SB3's replay of a million would take 53 GiB
 
 
 class MarioView(torch.nn.Module):
-    """dqn_mario_async.py's network without its head, as what an SB3 policy makes of frames."""
+    """Features extractor for SB3: dqn_mario_async.py's network without its head."""
 
     def __init__(self, space: gymnasium.spaces.Box) -> None:
         super().__init__()
@@ -480,7 +480,7 @@ class MarioView(torch.nn.Module):
 
 
 def sb3_mario_agent(name: str, threads: int, seed: int, explored: int, device: str) -> Any:
-    """The agent of MARIO_AGENTS on the trainer's levels; a DQN explores over its first `explored` steps."""
+    """An agent of MARIO_AGENTS on the training levels; a DQN explores over its first `explored` steps."""
     import stable_baselines3
     from stable_baselines3.common.vec_env import DummyVecEnv
 

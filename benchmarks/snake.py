@@ -1,4 +1,4 @@
-"""Tables of dqn_snake.py: its game, its network, its learner, its switches, and what it learns."""
+"""Tables of dqn_snake.py: learning, game, network, learner and switches."""
 
 import re
 import statistics
@@ -55,12 +55,11 @@ def learn(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "env",
     caption="""
-    The game alone, 10x10, random actions, a finished game starts anew: env steps per second by games at once.
+    Env steps per second of the game alone (10x10, random actions, auto-reset), by number of parallel games.
 
-    jumanji's Snake-v1 has the same board, jitted, on the device JAX takes by itself (without jax[cuda] the CPU).
-    Columns with a G are Gymnasium's own measure, `benchmark_vector_step`, which draws the actions too: `SnakeVectorEnv`
-    takes and gives NumPy arrays, the rule book plays one game after the other in `SyncVectorEnv`. "×" is ours to the
-    peer, within a round.
+    jumanji's Snake-v1 has the same board and is jitted, on JAX's default device. Columns marked G use Gymnasium's
+    `benchmark_vector_step`, which also samples the actions: `SnakeVectorEnv` uses NumPy arrays, the rule book runs in
+    `SyncVectorEnv`. "×" is ours / peer, per round.
     """,
 )
 def env(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -102,14 +101,14 @@ def env(options: Options, device: torch.device) -> tuple[str, dict]:
 
 
 def act_rates(widths: tuple[int, ...], seconds: float, device: str) -> list[float]:
-    """Steps per second of `SnakeBatch` played by dqn_snake.py's network, greedily, by width."""
+    """Steps per second of `SnakeBatch` with greedy actions of dqn_snake.py's network, by number of games."""
     args = dqn_snake.fill_defaults(dqn_snake.Args(), torch.device(device))
     torch.manual_seed(1)
     q_network = dqn_snake.QNetwork(args, torch.device(device)).requires_grad_(False)
     rates = []
     for width in widths:
         envs = SnakeBatch(width, device, seed=1)
-        obs = envs.reset()  # a buffer that every step overwrites
+        obs = envs.reset()  # a buffer overwritten by every step
         rates.append(measure_rate(lambda: envs.step(q_network(obs).argmax(1)), width, seconds, device))
     return rates
 
@@ -117,9 +116,9 @@ def act_rates(widths: tuple[int, ...], seconds: float, device: str) -> list[floa
 @table(
     "act",
     caption="""
-    The game played by the network (untrained, greedy), env steps per second by games at once.
+    Env steps per second of the game with the network (untrained, greedy), by number of parallel games.
 
-    SB3 plays the same game with the same network: `DummyVecEnv`, `model.predict`. "×" is ours to it, within a round.
+    SB3 has the same game and network: `DummyVecEnv`, `model.predict`. "×" is ours / SB3, per round.
     """,
 )
 def act(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -147,10 +146,10 @@ def act(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "train",
     caption="""
-    Games, network and learning together, beside SB3's DQN on the same game at the same replay ratio.
+    Training speed compared with SB3's DQN, same game, same replay ratio.
 
-    "Our recipe" is SB3's DQN with our view, network, batch, number of games, and target network; "defaults" has a 64-64
-    MLP on the board's codes, batch 32 and one game. "×" is ours in the row above to it, within a round.
+    "Our recipe" is SB3's DQN with our view, network, batch, number of games and target network; "defaults" has a 64-64
+    MLP on the board's codes, batch 32 and one game. "×" is ours (the row above) / SB3, per round.
     """,
 )
 def train(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -174,7 +173,7 @@ def train(options: Options, device: torch.device) -> tuple[str, dict]:
         else:
             row[0] = code(f"dqn_snake.py {name}".strip())
         rows.append(row)
-    text = markdown_table("who | env steps/s | replay ratio | samples/s | ×", rows)
+    text = markdown_table("agent | env steps/s | replay ratio | samples/s | ×", rows)
     return text, {"runs": measured, "ratios": compared}
 
 
@@ -182,7 +181,7 @@ def train(options: Options, device: torch.device) -> tuple[str, dict]:
 
 
 def ceiling(device: str, seconds: float) -> list[float]:
-    """Floating point operations per second of a large fp32 matmul, and bytes per second of a large copy."""
+    """FLOP/s of a large fp32 matmul, and bytes per second of a large copy."""
     side = 8192 if device == "cuda" else 2048
     x, y = torch.randn(2, side, side, device=device)
     source, target = torch.ones(2, 2**26, device=device)
@@ -192,12 +191,12 @@ def ceiling(device: str, seconds: float) -> list[float]:
 
 
 def saved_weights(folder: Path, network: str) -> dict[str, torch.Tensor]:
-    """Of the checkpoint in a run folder."""
+    """State dict of a network in the checkpoint of a run."""
     return torch.load(folder / "checkpoint.pt", weights_only=True)[network]
 
 
 def layer_shapes(weights: dict[str, torch.Tensor]) -> list[torch.Size]:
-    """(outputs, inputs) of the layers that multiply matrices."""
+    """(outputs, inputs) of the layers with a matmul."""
     shapes = []
     for name, tensor in weights.items():
         if name.endswith(".weight") and tensor.ndim == 2 and "food." not in name:
@@ -208,7 +207,7 @@ def layer_shapes(weights: dict[str, torch.Tensor]) -> list[torch.Size]:
 def matmul_seconds(
     batch: int, weights: dict[str, torch.Tensor], device: torch.device, forward_passes: int = 3
 ) -> float:
-    """Time that the matmuls of one update take alone: its forward passes, and the backward pass of one."""
+    """Seconds of the matmuls of one update alone: all forward passes and one backward pass."""
     layers = []
     for outputs, inputs in layer_shapes(weights):
         x = torch.randn(batch, inputs, device=device)
@@ -222,7 +221,7 @@ def matmul_seconds(
             for _ in range(forward_passes):
                 x @ weight.T
             y.T @ x
-            if i:  # nothing is learned below the first layer
+            if i:  # no gradient below the first layer
                 y @ weight
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -231,15 +230,15 @@ def matmul_seconds(
 
 
 def least_work(batch: int, weights: dict[str, torch.Tensor], forward_passes: int = 3) -> tuple[float, float]:
-    """Operations of the matmuls of one update, and the bytes it cannot help reading and writing, in fp32.
+    """FLOP of the matmuls of one update, and a lower bound of its memory traffic in bytes, in fp32.
 
-    Bytes: what each matmul reads and writes, and ten passes over all weights: gradient, weight, Adam's two moments and
-    target weight, each read once and written once.
+    Bytes: operands and results of each matmul, and ten passes over all weights: gradient, weight, Adam's two moments
+    and target weight, each read and written once.
     """
     flops = 0
     numbers = 10 * sum(tensor.numel() for tensor in weights.values())
     for i, (outputs, inputs) in enumerate(layer_shapes(weights)):
-        passes = forward_passes + (2 if i else 1)  # nothing is learned below the first layer
+        passes = forward_passes + (2 if i else 1)  # no gradient below the first layer
         flops += 2 * passes * batch * outputs * inputs
         numbers += passes * (batch * inputs + outputs * inputs + batch * outputs)
     return flops, 4 * numbers
@@ -248,10 +247,10 @@ def least_work(batch: int, weights: dict[str, torch.Tensor], forward_passes: int
 @table(
     "update",
     caption="""
-    Transitions per second through the learner by batch size, and its share of what this machine can do at most.
+    Samples per second of the learner by batch size, compared with the peak of this machine.
 
-    "Its matmuls" is the share of an update's time that they take when run alone. The rest compares an update with a
-    large matmul and a large copy: its operations per second, and the bytes per second it cannot help moving.
+    "matmuls" is the time of the update's matmuls alone, as a share of the update. GFLOP/s and GB/s (a lower bound of
+    the memory traffic) are compared with one large matmul and one large copy.
     """,
 )
 def update(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -285,7 +284,7 @@ def update(options: Options, device: torch.device) -> tuple[str, dict]:
         row.append(f"{flops / seconds / 1e9:,.0f} ({flops / seconds / most_flops:.0%})")
         row.append(f"{moved / seconds / 1e9:,.0f} ({moved / seconds / most_bandwidth:.0%})")
         rows.append(row)
-    header = "batch | samples/s while learning | ms per update | its matmuls | GFLOP/s | GB/s at least"
+    header = "batch | samples/s while learning | ms per update | matmuls | GFLOP/s | GB/s at least"
     text = markdown_table(header, rows)
     text += f"\n\nCeiling: {most_flops / 1e9:,.0f} GFLOP/s (fp32 matmul), {most_bandwidth / 1e9:,.1f} GB/s (copy)."
     return text, {"batches": raw, "ceiling": measured["ceiling"]}
@@ -315,7 +314,7 @@ def snake_switches(device: torch.device) -> list[str]:
 @table(
     "switches",
     caption="""
-    End-to-end steps per second of each switch beside the run without it, in turn, at the same replay ratio.
+    End-to-end steps per second of each switch and of the default, in turn, at the same replay ratio.
     """,
 )
 def switches(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -336,6 +335,6 @@ def switches(options: Options, device: torch.device) -> tuple[str, dict]:
             active_switches(runs[0]),
         ]
         rows.append(row)
-    text = markdown_table("flags | env steps/s end to end | × | replay ratio | what was active", rows)
-    text += f"\n\n× is to the default, of `--sdpa` to `{attention}`, within a round."
+    text = markdown_table("flags | env steps/s end to end | × | replay ratio | active", rows)
+    text += f"\n\n× is relative to the default (rows with `--sdpa`: to `{attention}`), per round."
     return text, {"runs": measured}

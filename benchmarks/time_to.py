@@ -1,4 +1,4 @@
-"""Tables of the seconds of training to a score, beside Stable-Baselines3, in all three games."""
+"""Tables of training time to a score, ours and Stable-Baselines3, in all three games."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
@@ -12,21 +12,21 @@ from benchmarks.sb3_peers import MARIO_AGENTS, SNAKE_AGENTS, sb3_arena_curve, sb
 
 
 def seconds_to_goal(curve: list[list[float]], goal: float) -> float | None:
-    """Seconds at the first evaluation that reached `goal`, None if none did."""
+    """Seconds at the first evaluation that reached `goal`; None if none did."""
     return next((seconds for seconds, score in curve if score >= goal), None)
 
 
 def needs_another_seed(curves: list, goals: tuple) -> bool:
-    """Not if the first one never came to the first goal."""
+    """An agent whose first seed misses the first goal gets no other seed."""
     return not curves or seconds_to_goal(curves[0], goals[0]) is not None
 
 
 def time_to_goals(goals: tuple, unit: str, curves: dict[str, list], ends: dict[str, float]) -> tuple[str, dict]:
-    """Tables of the seconds to each goal, and of how many times sooner the first of `curves` is there than the others.
+    """Tables of the seconds to each goal, and of the speedup of the first agent over the others.
 
-    `curves` has one per seed, by who learns; `ends` is when those were over that did not get there.
+    `curves` has one curve per agent and seed; `ends` is the time limit of runs that miss a goal.
     """
-    seconds = {}  # by who learns, goal and seed
+    seconds = {}  # by agent, goal and seed
     for name, runs in curves.items():
         seconds[name] = [[seconds_to_goal(curve, goal) for curve in runs] for goal in goals]
     rows = []
@@ -35,10 +35,10 @@ def time_to_goals(goals: tuple, unit: str, curves: dict[str, list], ends: dict[s
         for found in by_goal:
             row.append(" · ".join(f"> {ends[name]:,.0f}" if at is None else f"{at:,.1f}" for at in found))
         rows.append(row)
-    ours, *peers = curves
-    times_sooner = []
+    ours = next(iter(curves))
+    speedups = []
     compared = {}
-    for name in peers:
+    for name in list(curves)[1:]:
         row = [name]
         for goal, found, own in zip(goals, seconds[name], seconds[ours]):
             if None in own:
@@ -48,15 +48,15 @@ def time_to_goals(goals: tuple, unit: str, curves: dict[str, list], ends: dict[s
             compared[f"{name}, {goal} {unit}"] = times
             bound = "> " if None in found else ""
             row.append(bound + median_min_max(times, 1))
-        times_sooner.append(row)
+        speedups.append(row)
     header = " | ".join(f"{goal:,} {unit}" for goal in goals)
     text = markdown_table(f"seconds to | {header}", rows)
-    text += "\n\n" + markdown_table(f"{ours} is sooner than | {header}", times_sooner)
+    text += "\n\n" + markdown_table(f"speedup of {ours} over | {header}", speedups)
     return text, compared
 
 
 def commands(ours: str, plans: dict) -> str:
-    """What stands below the tables."""
+    """Commands below the tables."""
     threads = ", ".join(f"{plan['threads']} ({name})" for name, plan in plans.items())
     return f"\n\nOurs: `python {ours}`. Threads of SB3: {threads}."
 
@@ -64,15 +64,14 @@ def commands(ours: str, plans: dict) -> str:
 @table(
     "time-to-score",
     caption="""
-    Seconds of training until an evaluation (100 greedy games) reaches a mean score, per seed.
+    Training time in seconds until an evaluation (100 greedy games) reaches a mean score, per seed.
 
-    All learn `Snake-v0` and are evaluated on the same games: ours about every second, SB3's every second, later every
-    twentieth of the time so far. Importing, building and evaluating stop the clock for all. ">" is a run that did not
-    get there: in 20 minutes at SB3's defaults, in 10 with our settings; who gets nowhere has one seed. "Ours" has half
-    the width, a plain target and a third of the exploration of its defaults, which pays in the first minute. SB3's
-    agents: at their defaults; with our view of the board, our gamma and the faster of one and all threads; and its DQN
-    with all of our recipe that it can be told, width and exploration too. A DQN explores over a tenth of what it can
-    play in 20 minutes at its defaults, in two with our view. The second table is how many times sooner ours is.
+    All agents learn `Snake-v0` and are evaluated on the same games: ours about every second, SB3's every second, later
+    every twentieth of the time so far. Imports, setup and evaluation are not counted. ">": not reached within 20
+    minutes at SB3's defaults, 10 with our settings; an agent that reaches no score has one seed. "ours" has half the
+    width, no double DQN and a third of the exploration of its defaults, which helps in the first minute. SB3's agents:
+    defaults; our view and gamma, with one or all threads, whichever is faster; DQN with as much of our recipe as SB3
+    supports. DQN explores over a tenth of the steps of 20 minutes at its defaults, of 2 minutes with our view.
     """,
 )
 def time_to_score(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -108,10 +107,10 @@ def time_to_score(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "time-to-score-ppo",
     caption="""
-    As in time-to-score, `ppo_snake.py` beside the two fastest rows of that table.
+    As time-to-score, with `ppo_snake.py` and the two fastest agents of that table.
 
-    Evaluations are closer here: every 0.7 seconds, themselves included, SB3's every 0.5. The learning rate of
-    `ppo_snake.py` falls over these 130,000 steps; that of the others stays.
+    Evaluations are more frequent: every 0.7 seconds including the evaluation, SB3's every 0.5. `ppo_snake.py` anneals
+    its learning rate over these 130,000 steps; the others keep it constant.
     """,
 )
 def time_to_score_ppo(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -148,12 +147,12 @@ def time_to_score_ppo(options: Options, device: torch.device) -> tuple[str, dict
 @table(
     "time-to-hearts",
     caption="""
-    Seconds of training until an evaluation (48 episodes of agents, every 20 seconds) has so many hearts, per seed.
+    Training time in seconds until an evaluation (48 agent episodes, every 20 seconds) reaches a number of hearts.
 
-    As in time-to-score, in the arena, up to 10 minutes, in which ours does its evaluations too; the runs of a seed are
-    beside each other and have a core each. "Our settings" are our batched arenas, network, first weights, batch,
-    minibatch, coefficients and step size, which does not fall, but no Muon. Nobody has memory. At its defaults SB3's
-    PPO plays one arena of the rule book.
+    As time-to-score, in the arena, up to 10 minutes, which for ours include evaluation; the runs of a seed run in
+    parallel, one core each. "Our settings": our batched arenas, network, initialization, batch, minibatch, coefficients
+    and learning rate (constant), without Muon. No agent has memory. At its defaults SB3's PPO plays one arena of the
+    rule book.
     """,
 )
 def time_to_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -187,12 +186,12 @@ def time_to_hearts(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "time-to-distance",
     caption="""
-    Seconds of training until an evaluation (20 greedy games, unseen levels, every 5 seconds) goes so far, by seed.
+    Training time in seconds until an evaluation (20 greedy games, unseen levels, every 5 seconds) reaches a distance.
 
-    As in time-to-score, in `MarioLike-v0` at the easiest difficulty, up to 10 minutes; a scripted jumper goes 1,076
-    pixels. Our clock runs on during evaluations, since collectors do, SB3's stops. With "our" SB3 has our network, 16
-    games, our gamma and its faster number of threads; its DQN explores over a tenth of what it can play in 10 minutes
-    at its defaults, and in two with our recipe.
+    As time-to-score, in `MarioLike-v0` at the easiest difficulty, up to 10 minutes; a scripted player reaches 1,076
+    pixels. Evaluation counts for ours, since the collectors keep running, and not for SB3. "Our" SB3 agents have our
+    network, 16 games, our gamma and the faster number of threads. SB3's DQN explores over a tenth of the steps of 10
+    minutes at its defaults, of 2 minutes with our recipe.
     """,
 )
 def time_to_distance(options: Options, device: torch.device) -> tuple[str, dict]:

@@ -1,6 +1,6 @@
-"""Every table is made again from its file of results, and every command on a page is understood.
+"""Every table is generated again from its result file, and every command on a page is valid.
 
-PYTHONPATH=. python tests/benchmarks/test_pages.py  # write the tables again, after a change of how they are written
+PYTHONPATH=. python tests/benchmarks/test_pages.py  # writes the tables again after a change of their format
 """
 
 import math
@@ -30,12 +30,12 @@ WALL_CLOCK_CURVE = "harness.wall_clock_curve"
 
 
 def label(key: Any) -> str:
-    """A key as it stands in a file of results."""
+    """A key as in a result file."""
     return ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def alternate(*rounds: dict) -> Callable:
-    """In place of `harness.alternate`: what was measured then, one dict a call."""
+    """Replaces `harness.alternate`: recorded results, one dict per call."""
     waiting = list(rounds)
 
     def recorded(options: Options, calls: dict) -> dict:
@@ -46,13 +46,13 @@ def alternate(*rounds: dict) -> Callable:
 
 
 def runs(*summaries: dict) -> Callable:
-    """In place of `harness.run`: the summary that the same flags had then."""
+    """Replaces `harness.run`: the recorded summary of the same flags."""
     by_flags = {" ".join(one["flags"].split()): one for one in summaries}
     return lambda flags, options, script="dqn_snake.py": by_flags[" ".join(flags.split())]
 
 
 def curves(found: dict, ours: list[str]) -> dict[str, Callable]:
-    """In place of runs of ours and of SB3: the curves that they had then."""
+    """Replaces runs of ours and of SB3: recorded curves."""
     seeds = zip(*(found["curves"][name] for name in ours))
     waiting = [curve for one_seed in seeds for curve in one_seed]
 
@@ -73,7 +73,7 @@ def curves(found: dict, ours: list[str]) -> dict[str, Callable]:
 
 
 def recorded(name: str, found: dict) -> dict[str, Callable]:
-    """What takes the place of functions of the benchmark, so that a table is made of what was measured then."""
+    """Replacements of the benchmark's functions that return the recorded results of a table."""
     if name in ("env", "act", "metta-env"):
         return {ALTERNATE: alternate(found["rates"])}
     if name in ("train", "bf16", "busy", "switches", "mario-switches"):
@@ -186,7 +186,7 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
 
 
 def again(name: str, monkeypatch) -> str:
-    """The section of a table, made of its file of results."""
+    """The section of a table, from its result file."""
     found = results(name)
     for function, stand_in in recorded(name, found).items():
         monkeypatch.setattr(f"benchmarks.{function}", stand_in)
@@ -203,14 +203,14 @@ NEEDS = {"metta-subproc": "mettagrid", "metta-learn-real": "mettagrid", "metta-h
 
 
 @pytest.mark.parametrize("name", SUITES["all"])
-def test_every_table_is_what_its_results_say(name: str, monkeypatch) -> None:
+def test_every_table_is_that_of_its_results(name: str, monkeypatch) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     section = re.search(rf"<!-- {name} cpu -->\n(.*?)\n<!-- end -->", page_of(name), re.DOTALL)[1]
     assert section == again(name, monkeypatch)
 
 
-def test_the_commands_of_the_benchmark_are_understood() -> None:
+def test_the_commands_of_the_benchmark_are_valid() -> None:
     pages = benchmark.__doc__ + "".join(path.read_text() for path in PAGES)
     commands = re.findall(r"python benchmark\.py([^#`\n]*)", pages)
     assert len(commands) > 30
@@ -236,13 +236,13 @@ def test_every_link_leads_to_a_file(path) -> None:
         assert (path.parent / target).exists(), target
 
 
-def test_a_gpu_is_said_not_to_be_measured_once_a_page() -> None:
+def test_gpu_not_measured_is_said_once_per_page() -> None:
     for path in PAGES:
         assert path.read_text().count("GPU: not measured") <= 1
 
 
-def test_why_it_is_fast_has_its_figures_from_its_pages() -> None:
-    """Ten lines a script at most, and every number of a line stands on the page that it names."""
+def test_the_figures_of_why_it_is_fast_are_on_its_pages() -> None:
+    """At most ten rows per script, and every number of a row is on the page it names."""
     text = (PROJECT / "benchmarks" / "pages" / "why-it-is-fast.md").read_text()
     for section in text.split("\n## ")[1:]:
         rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]

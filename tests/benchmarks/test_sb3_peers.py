@@ -1,4 +1,4 @@
-"""Stable-Baselines3's agents: they have what ours have, and they learn."""
+"""Stable-Baselines3's agents learn, with the same games, networks and losses as ours."""
 
 import time
 import types
@@ -16,7 +16,7 @@ from envs.snake.rules import SnakeEnv
 from envs.snake.view import EgocentricView
 
 
-def test_who_learns_is_tested_after_a_while_and_after_a_twentieth_of_its_time(monkeypatch) -> None:
+def test_evaluations_stop_the_clock_and_become_rarer(monkeypatch) -> None:
     now = [0.0]
 
     class Model:
@@ -34,7 +34,7 @@ def test_who_learns_is_tested_after_a_while_and_after_a_twentieth_of_its_time(mo
     assert all(0 <= after - before - max(1, after / 20) < 0.3 for before, after in pairwise(seconds))
 
 
-def test_sb3_sees_and_moves_as_ours_does() -> None:
+def test_view_and_actions_are_those_of_dqn_snake() -> None:
     env = sb3_peers.RelativeActions(SnakeEnv())
     env.reset(seed=1)
     game = env.unwrapped
@@ -65,20 +65,20 @@ def test_sb3_sees_and_moves_as_ours_does() -> None:
 
 
 @pytest.mark.parametrize("name", sb3_peers.SNAKE_AGENTS)
-def test_every_agent_of_sb3_learns_and_is_evaluated(name: str) -> None:
+def test_snake_agents_learn(name: str) -> None:
     found = sb3_peers.sb3_curve(name, 0.3, 0.1, 30, device="cpu", threads=1, seed=1, explored=100)
     assert found[0] == [0.0, 0.0] and len(found) > 1
     assert 0.1 <= found[1][0] < 10 and 0 <= found[1][1] < 30
 
 
 @pytest.mark.parametrize("name", sb3_peers.MARIO_AGENTS)
-def test_every_agent_of_sb3_learns_mario_and_is_evaluated(name: str) -> None:
+def test_mario_agents_learn(name: str) -> None:
     found = sb3_peers.sb3_mario_curve(name, 0.3, 0.1, 1000, device="cpu", threads=1, seed=1, explored=100)
     assert found[0] == [0.0, 0.0] and len(found) > 1 and 0 < found[1][1] < 1100
     assert sb3_peers.sb3_mario_rate(0.2, name=name, threads=1, device="cpu")["env_steps_per_second"] > 10
 
 
-def test_sb3_s_mario_network_is_ours_without_its_head() -> None:
+def test_mario_network_is_ours_without_its_head() -> None:
     torch.manual_seed(1)
     args = dqn_mario_async.Args(dueling=False)
     ours, space = dqn_mario_async.QNetwork(args, CPU), gymnasium.spaces.Box(0, 255, (4, 84, 84), "uint8")
@@ -90,7 +90,7 @@ def test_sb3_s_mario_network_is_ours_without_its_head() -> None:
 
 
 @pytest.mark.parametrize("tuned", [True, False])
-def test_sb3_s_ppo_learns_in_the_arena_and_is_evaluated(tuned: bool, monkeypatch) -> None:
+def test_arena_agents_learn(tuned: bool, monkeypatch) -> None:
     args = metta_parts.metta_args
     monkeypatch.setattr(metta_parts, "metta_args", lambda flags, device: args(f"--num-envs 2 {flags}", device))
     evaluate = ppo_metta.evaluate
@@ -99,21 +99,7 @@ def test_sb3_s_ppo_learns_in_the_arena_and_is_evaluated(tuned: bool, monkeypatch
     assert found[0] == [0.0, 0.0] and len(found) > 1 and 0.2 <= found[1][0] < 10 and 0 <= found[1][1] < 1
 
 
-@pytest.mark.parametrize("tuned", [True, False])
-def test_sb3_in_the_arena_has_the_threads_that_it_is_told(tuned: bool, monkeypatch) -> None:
-    """The defaults of ppo_metta.py, which say what its network is, are filled by trying numbers of threads."""
-    monkeypatch.setattr(ppo_metta, "pick_threads", lambda cores: torch.set_num_threads(2) or 2)
-
-    def threads_when_it_learns(make_model, *_) -> int:
-        make_model()
-        return torch.get_num_threads()
-
-    monkeypatch.setattr(sb3_peers, "learning_curve", threads_when_it_learns)
-    limits = dict(seconds=1, every=1, goal=1, seed=1, device="cpu")
-    assert sb3_peers.sb3_arena_curve(tuned, threads=1, **limits) == 1
-
-
-def test_the_arenas_of_sb3_are_those_of_the_trainer() -> None:
+def test_both_arenas_are_the_same_game() -> None:
     args = metta_parts.metta_args("--num-envs 3", "cpu")
     book, batch = (sb3_peers.sb3_arena_envs(args, rule_book, CPU) for rule_book in (True, False))
     assert (book.reset() == batch.reset()).all() and book.num_envs == batch.num_envs == 18
@@ -133,7 +119,7 @@ def test_the_arenas_of_sb3_are_those_of_the_trainer() -> None:
     assert cut == set(range(18))
 
 
-def test_sb3_s_agents_act_as_they_see_the_arena() -> None:
+def test_arena_actions_are_relative_to_the_heading() -> None:
     args = metta_parts.metta_args("--num-envs 3", "cpu")
     plain, turned = (sb3_peers.sb3_arena_envs(args, False, CPU, seen_actions) for seen_actions in (False, True))
     view = sb3_peers.arena_view(args, CPU)
@@ -158,13 +144,13 @@ def test_sb3_s_agents_act_as_they_see_the_arena() -> None:
 
 
 @pytest.mark.parametrize("rule_book", [False, True])
-def test_sb3_s_ppo_learns_in_the_arena(rule_book) -> None:
+def test_arena_speed_has_its_parts(rule_book) -> None:
     found = sb3_peers.sb3_arena_rate("--rnn none --num-envs 2 --hidden-size 16", rule_book, 1, 0.1, "cpu")
     parts = found["games"] + found["rollouts"] + found["learning"]
     assert parts == pytest.approx(1e6 / found["env_steps_per_second"]) and min(found.values()) > 0
 
 
-def test_sb3_in_the_arena_has_our_loss_of_our_network() -> None:
+def test_arena_gradients_are_ours() -> None:
     flags = "--rnn none --num-envs 2 --num-steps 8 --bptt-horizon 8 --num-minibatches 1 --hidden-size 16"
     args = metta_parts.metta_args(flags, "cpu")
     games = sb3_peers.sb3_arena_envs(args, False, CPU)

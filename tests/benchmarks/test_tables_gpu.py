@@ -14,26 +14,22 @@ import tyro
 from benchmark_helpers import ABOUT, CUDA, SCRIPTS, cells, page_of
 
 import dqn_snake
-import dqn_snake_sb3_compat as script
 from benchmark import main
 from benchmarks import games, gpu, harness, metta_parts, report
 from benchmarks.harness import Options
 
-SCRIPTS_ON_GPU = SCRIPTS | {"dqn_snake_sb3_compat.py": script}
-
 
 @pytest.mark.parametrize("sizes", [gpu.GPU_SIZES, gpu.GPU_TRIAL], ids=["whole", "trial"])
-def test_every_row_of_a_gpu_is_understood_and_what_compiles_comes_last(sizes) -> None:
+def test_every_row_has_valid_flags_and_compiled_rows_are_last(sizes) -> None:
     plan = gpu.gpu_plan(sizes, CUDA)
     assert len({(part, name) for part, name, *_ in plan}) == len(plan)
     for _, _, _, call in plan:
         if call.func in (gpu.speed_run, gpu.sb3_transformer, gpu.learning_run):
-            module = SCRIPTS_ON_GPU[call.keywords.get("script", "dqn_snake.py")]
+            module = SCRIPTS[call.keywords.get("script", "dqn_snake.py")]
             if call.func is gpu.sb3_transformer:
-                module = script
+                module = SCRIPTS["dqn_snake_sb3_compat.py"]
             args = tyro.cli(module.Args, args=call.keywords["flags"].split())
             assert args.device == "cuda" and args.threads == 1
-            module.fill_defaults(args, CUDA)
     compiles = ["--compile" in name for _, name, *_ in plan]
     assert compiles == sorted(compiles) and sum(compiles) == 3
 
@@ -44,7 +40,7 @@ STEADY |= {"charts/replay_ratio": 2.0, "perf/rollout_fraction": 0.75}
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """A made-up GPU, twice as fast with --bf16, without --fp16 and SB3. Gives the limits of its rows."""
+    """A made-up GPU, twice as fast with --bf16, without --fp16 and SB3. Returns the time limits of the rows."""
     limits = []
 
     def in_fork(call, limit: float) -> dict:
@@ -68,7 +64,7 @@ def fake_gpu(monkeypatch):
         one["steady"]["perf/rollout_fraction"] = 0.75
         one |= {"args": {"batch_size": 8192}, "update_flops": 2e11, "peak_memory_gib": 1.5, "sdpa": None}
         one |= {"precision": "bfloat16" if "--bf16" in flags else "float32", "compiled": False, "cudagraph": False}
-        return {"found": one, "said": ["--cudagraph: failed"] if "--cudagraph" in flags else []}
+        return {"found": one}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(harness, "machine", lambda device: ABOUT)
@@ -76,7 +72,7 @@ def fake_gpu(monkeypatch):
     return limits
 
 
-def test_a_gpu_has_a_section_with_every_row_and_why_one_is_empty(tmp_path, fake_gpu, capsys) -> None:
+def test_a_gpu_has_a_section_with_every_row_and_reasons_for_empty_rows(tmp_path, fake_gpu) -> None:
     before = page_of("gpu")
     main(Options("gpu", "cuda", json="all.json"))
     page = page_of("gpu")
@@ -93,16 +89,12 @@ def test_a_gpu_has_a_section_with_every_row_and_why_one_is_empty(tmp_path, fake_
     assert "| 40.0 after 55 s · 61.5 after 280 s | 97 | 2,000,000 |" in section
     assert rows["16384, SB3"][0] == "not measured: stable_baselines3 is not installed"
     assert rows["16384, ours --bf16"] == ["8,000,000", "–", "1000.00", "1.50", "bfloat16"]
-    for block in section.split("\n\n"):
-        if block.startswith("|"):
-            assert len({line.count(" | ") for line in block.splitlines() if "---" not in line}) == 1
-    assert capsys.readouterr().out.count("    --cudagraph: failed") == 6
     raw = json.loads((tmp_path / "benchmarks" / "results" / "gpu-cuda.json").read_text())
     assert [raw] == json.loads((tmp_path / "all.json").read_text()) and raw["commit"] == "abc"
     assert report.section(raw, gpu.gpu_tables(raw)) in page
 
 
-def test_a_run_on_a_gpu_that_is_cut_off_has_lost_nothing(tmp_path, fake_gpu, monkeypatch) -> None:
+def test_an_interrupted_suite_keeps_its_rows(tmp_path, fake_gpu, monkeypatch) -> None:
     whole = gpu.in_fork
 
     def in_fork(call, limit: float) -> dict:
@@ -120,7 +112,7 @@ def test_a_run_on_a_gpu_that_is_cut_off_has_lost_nothing(tmp_path, fake_gpu, mon
     assert "| `--fp16` | failed: out of memory |" in page_of("gpu")
 
 
-def test_rows_on_a_gpu_end_when_their_time_or_that_of_all_is_over(fake_gpu, monkeypatch) -> None:
+def test_rows_stop_at_their_time_limit_and_that_of_the_suite(fake_gpu, monkeypatch) -> None:
     now = [0.0]
     whole = gpu.in_fork
 
@@ -142,19 +134,18 @@ def test_rows_on_a_gpu_end_when_their_time_or_that_of_all_is_over(fake_gpu, monk
         (partial(int, "a | b"), "failed: ValueError: invalid literal for int() with base 10: 'a / b'"),
         (partial(exec, "raise MemoryError"), "failed: out of memory"),
         (partial(dqn_snake.fail, "--x 1: must be 2"), "failed: dqn_snake.py: --x 1: must be 2"),
-        (partial(os._exit, 3), "failed: its process ended with exit code 3"),
-        (partial(os.abort), "failed: its process ended with exit code -6"),
+        (partial(os._exit, 3), "failed: exit code 3"),
         (partial(__import__, "no_such_package"), "not measured: no_such_package is not installed"),
         (partial(time.sleep, 60), "failed: not done after 2 s"),
     ],
-    ids=["exception", "memory", "refused", "exit", "crash", "package", "time"],
+    ids=["exception", "memory", "refused", "exit", "package", "time"],
 )
-def test_a_row_that_fails_costs_only_itself(call, note) -> None:
+def test_a_failed_row_has_its_reason(call, note) -> None:
     assert gpu.in_fork(call, 2.0 if call.func is time.sleep else 60.0).get("note") == note
 
 
-def test_what_rows_are_forked_from_has_not_asked_for_a_gpu() -> None:
-    """Or CUDA would refuse to work in all of them."""
+def test_preloaded_modules_do_not_touch_the_gpu() -> None:
+    """CUDA would fail in all forked processes."""
     code = f"""
 import importlib, torch
 for name in ("is_available", "device_count", "_lazy_init", "init", "current_device", "get_device_properties"):
@@ -167,23 +158,18 @@ for name in {gpu.PRELOADED}:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_row_uses_the_gpu_that_the_benchmark_has_asked_about() -> None:
+def test_a_forked_row_can_use_the_gpu() -> None:
     torch.cuda.get_device_name()
     row = gpu.in_fork(partial(gpu.bf16_matmul_rate, side=256, seconds=0.1, device="cuda"), 60.0)
     assert row.get("found", 0) > 1e9, row
 
 
-def test_what_a_script_says_of_its_switches_comes_with_the_row() -> None:
-    row = gpu.in_fork(partial(print, "a run\n--fp16: needs CUDA"), 60.0)
-    assert row == {"found": None, "said": ["--fp16: needs CUDA"]}
-
-
-def test_a_gpu_suite_is_tried_out_on_a_cpu_and_no_page_is_written(tmp_path, monkeypatch) -> None:
+def test_the_suite_runs_on_a_cpu_and_writes_no_page(tmp_path, monkeypatch) -> None:
     page = page_of("gpu")
     tiny = {"snake_widths": (4,), "arena_widths": (1,), "batches": (4,), "alone_seconds": 0.01, "run_seconds": 0.2}
     learn = "--max-seconds 2 --eval-every 0.5 --eval-episodes 10 --log-every 0.1"
     monkeypatch.setattr(gpu, "GPU_TRIAL", replace(gpu.GPU_TRIAL, learn=learn, **tiny))
-    monkeypatch.setattr(gpu, "GPU_SWITCHES", {"snake": ["--cudagraph"], "arena": [""], "transformer": [""]})
+    monkeypatch.setattr(gpu, "GPU_SWITCHES", {"snake": [""], "arena": [""], "transformer": [""]})
     monkeypatch.setattr(gpu, "GPU_COMPILED", {})
     main(Options("gpu", "cpu", fast=True, json="all.json"))
     (raw,) = json.loads((tmp_path / "all.json").read_text())
@@ -192,9 +178,7 @@ def test_a_gpu_suite_is_tried_out_on_a_cpu_and_no_page_is_written(tmp_path, monk
     for rows in raw["rows"].values():
         for row in rows.values():
             assert "note" not in row, row
-    line = "--cudagraph: needs CUDA and one rank; the loop runs without graphs"
-    assert raw["rows"]["snake"]["--cudagraph"]["said"] == [line]
-    snake = raw["rows"]["snake"]["--cudagraph"]["found"]
+    snake = raw["rows"]["snake"][""]["found"]
     assert snake["steady"]["charts/samples_per_second"] > 100 and snake["update_flops"] > 1e5
     assert snake["wall_seconds"] < 10 and "eval_score_mean" not in snake
     (food,) = raw["rows"]["food"].values()
