@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from small_runs import COMMON, ROOT, SMALL
+from small_runs import COMMON, ROOT, SMALL, command_line
 
 RANKED = [name for name in SMALL if name != "dqn_snake_sb3_compat"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
@@ -40,6 +40,12 @@ def keep(self, *given):
     first_weights.append({part: value.clone() for part, value in self.state_dict().items()})
 
 network_class.__init__ = keep
+"""
+WHOLE_SCRIPT = """
+import runpy
+
+sys.argv = {argv!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SAVE_NETWORK = 'torch.save([networks[0].state_dict(), summary["env_steps"], first_weights[0]], f"rank{script.RANK}.pt")'
 
@@ -82,16 +88,9 @@ def start_ranks(
 
 def torchrun(folder: Path, name: str, flags: dict[str, Any], *options: object) -> subprocess.Popen:
     """A torchrun of a script, in `folder`."""
-    words = []
-    for flag, value in flags.items():
-        flag = flag.replace("_", "-")
-        if type(value) is bool:
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            words.append(f"--{flag}={value}")
     launcher = [sys.executable, "-m", "torch.distributed.run", *map(str, options)]
     return subprocess.Popen(
-        [*launcher, str(ROOT / f"{name}.py"), *words],
+        [*launcher, str(ROOT / f"{name}.py"), *command_line(flags)],
         cwd=folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,

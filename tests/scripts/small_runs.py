@@ -129,14 +129,18 @@ class Script:
 
     def words(self, **flags: Any) -> list[str]:
         """The small flags as a command line."""
-        words = []
-        for name, value in (self.flags | flags).items():
-            flag = name.replace("_", "-")
-            if type(value) is bool:
-                words.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                words.append(f"--{flag}={value}")
-        return words
+        return command_line(self.flags | flags)
+
+
+def command_line(flags: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if type(value) is bool:
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words.append(f"--{flag}={value}")
+    return words
 
 
 def load(folder: Path) -> dict[str, Any]:
