@@ -100,6 +100,7 @@ def test_what_is_missing_is_refused(script, capsys, monkeypatch) -> None:
         assert flag.split("=")[0] in one_line(script, capsys, *script.words(), flag)
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "pip install wandb" in one_line(script, capsys, *script.words(), "--wandb")
+    assert not list(script.folder.iterdir())
     assert "/proc/nowhere" in one_line(script, capsys, *script.words(run_dir="/proc/nowhere"))
 
 
