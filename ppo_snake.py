@@ -478,6 +478,11 @@ def average_gradients(weights: list[Tensor]) -> None:
 
 
 def open_run_folder(args: Args, folder: Path, global_step: int) -> SummaryWriter:
+    if args.wandb:
+        try:
+            import wandb
+        except ImportError:
+            fail("--wandb: the package is missing; pip install wandb")
     try:
         folder.mkdir(parents=True, exist_ok=args.resume is not None)
     except FileExistsError:
@@ -485,10 +490,6 @@ def open_run_folder(args: Args, folder: Path, global_step: int) -> SummaryWriter
     args_json = json.dumps({"script": SCRIPT, **vars(args)}, indent=2)
     (folder / "args.json").write_text(args_json)
     if args.wandb:
-        try:
-            import wandb
-        except ImportError:
-            fail("--wandb: the package is missing; pip install wandb")
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
     writer = SummaryWriter(folder, purge_step=global_step + 1)
     writer.add_text("args", f"```\n{args_json}\n```")
@@ -724,7 +725,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     def update():
         advantage = advantages.flatten()[index]
         advantage = advantage - mean_over_ranks(advantage.mean())
-        variance = mean_over_ranks(advantage.square().sum()) * RANKS / (minibatch_size - 1)
+        variance = mean_over_ranks(advantage.square().sum()) * RANKS / (minibatch_size * RANKS - 1)
         advantage = advantage / (variance.sqrt() + 1e-8)
         loss, means = minibatch_loss(advantage)
         optimizer.zero_grad()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_runs import descendants, wait_until_gone, wait_until_removed
 from small_runs import ROOT, Script, load
 
 pytestmark = pytest.mark.slow
@@ -33,38 +34,6 @@ def wait_for_log(run: subprocess.Popen) -> None:
     while "SPS" not in line and "updates/s" not in line and "[TRAIN]" not in line:
         assert line, run.stderr.read()
         line = run.stdout.readline()
-
-
-def descendants(pid: int) -> set[int]:
-    """Processes that a process has started, and theirs."""
-    found = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found |= {child} | descendants(child)
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = re.search(r"^State:\s+(\S)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def wait_until_gone(processes: set[int], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while left := {pid for pid in processes if is_alive(pid)}:
-        assert time.monotonic() < end, f"processes {left} live on"
-        time.sleep(0.05)
-
-
-def wait_until_removed(shared_before: set[str], seconds: float = 20) -> None:
-    """Tests beside this one make semaphores too, which have a name for a moment."""
-    end = time.monotonic() + seconds
-    while left := set(os.listdir("/dev/shm")) - shared_before:
-        assert time.monotonic() < end, f"shared memory {left} is left"
-        time.sleep(0.05)
 
 
 def test_a_run_that_is_killed_at_any_moment_goes_on(script, tries) -> None:

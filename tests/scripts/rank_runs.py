@@ -1,13 +1,15 @@
-"""Starts scripts as the ranks of a torchrun: directly, which is sooner, or by torchrun itself."""
+"""Starts scripts as the ranks of a torchrun job, directly or by torchrun, and looks after processes."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from small_runs import COMMON, ROOT, SMALL
+from small_runs import COMMON, ROOT, SMALL, command_line
 
 RANKED = [name for name in SMALL if name != "dqn_snake_sb3_compat"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
@@ -38,6 +40,12 @@ def keep(self, *given):
     first_weights.append({part: value.clone() for part, value in self.state_dict().items()})
 
 network_class.__init__ = keep
+"""
+WHOLE_SCRIPT = """
+import runpy
+
+sys.argv = {argv!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SAVE_NETWORK = 'torch.save([networks[0].state_dict(), summary["env_steps"], first_weights[0]], f"rank{script.RANK}.pt")'
 
@@ -80,19 +88,44 @@ def start_ranks(
 
 def torchrun(folder: Path, name: str, flags: dict[str, Any], *options: object) -> subprocess.Popen:
     """A torchrun of a script, in `folder`."""
-    words = []
-    for flag, value in flags.items():
-        flag = flag.replace("_", "-")
-        if type(value) is bool:
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            words.append(f"--{flag}={value}")
     launcher = [sys.executable, "-m", "torch.distributed.run", *map(str, options)]
     return subprocess.Popen(
-        [*launcher, str(ROOT / f"{name}.py"), *words],
+        [*launcher, str(ROOT / f"{name}.py"), *command_line(flags)],
         cwd=folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that a process has started, and theirs."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found |= {child} | descendants(child)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = re.search(r"^State:\s+(\S)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(processes: set[int], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while left := {pid for pid in processes if is_alive(pid)}:
+        assert time.monotonic() < end, f"processes {left} live on"
+        time.sleep(0.05)
+
+
+def wait_until_removed(shared_before: set[str], seconds: float = 20) -> None:
+    """Tests beside this one make semaphores too, which have a name for a moment."""
+    end = time.monotonic() + seconds
+    while left := set(os.listdir("/dev/shm")) - shared_before:
+        assert time.monotonic() < end, f"shared memory {left} is left"
+        time.sleep(0.05)

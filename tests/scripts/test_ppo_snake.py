@@ -4,8 +4,8 @@ import copy
 import dataclasses
 import itertools
 import math
-import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from small_runs import checkpoint, load, scalars
 import ppo_snake
 from envs.snake.batch import SnakeBatch
 from envs.snake.rules import BODY, FOOD, HEAD, MOVES, SnakeEnv
-from ppo_snake import Agent, Args, Rollout, fill_defaults, gae, main, policy_loss
+from ppo_snake import Agent, Args, fill_defaults, gae, main, ppo_loss
 
 CPU = torch.device("cpu")
 QUICK = dict(
@@ -60,21 +60,22 @@ def test_advantages_against_sums_of_td_errors(gae_lambda: float) -> None:
     rng = np.random.default_rng(0)
     gamma, steps, games = 0.9, 12, 40
     value = rng.normal(size=(steps + 1, games))
+    final_value = rng.normal(size=(steps, games))
     reward = rng.normal(size=(steps, games))
-    ending = rng.choice(["goes on", "terminated", "truncated"], p=[0.8, 0.1, 0.1], size=(steps, games))
+    ending = rng.choice(["none", "terminated", "truncated"], p=[0.8, 0.1, 0.1], size=(steps, games))
     expected = np.zeros((steps, games))
     for game in range(games):
         for start in range(steps):
             weight = 1.0
             for step in range(start, steps):
-                if ending[step, game] == "truncated":
-                    break
-                next_value = 0 if ending[step, game] == "terminated" else value[step + 1, game]
-                expected[start, game] += weight * (reward[step, game] + gamma * next_value - value[step, game])
+                next_value = {"none": value[step + 1, game], "terminated": 0, "truncated": final_value[step, game]}
+                target = reward[step, game] + gamma * next_value[ending[step, game]]
+                expected[start, game] += weight * (target - value[step, game])
                 weight *= gamma * gae_lambda
-                if ending[step, game] == "terminated":
+                if ending[step, game] != "none":
                     break
-    tensors = [torch.tensor(x) for x in (value, reward, ending == "terminated", ending == "truncated")]
+    reward += gamma * final_value * (ending == "truncated")
+    tensors = [torch.tensor(x) for x in (reward, value, ending != "none")]
     np.testing.assert_allclose(gae(*tensors, gamma, gae_lambda), expected, atol=1e-6)
 
 
@@ -83,40 +84,12 @@ def test_the_clipped_objective() -> None:
     advantage = torch.tensor([2.0, 2.0, -2.0, 2.0, -2.0])
     up, down = math.exp(0.5), math.exp(-0.5)
     expected = [-2.0, -2 * 1.2, 2 * up, -2 * down, 2 * 0.8]  # the more pessimistic of both
-    assert policy_loss(logratio, advantage, 0.2).tolist() == pytest.approx(expected)
-
-
-def test_a_rollout_holds_the_last_steps_of_every_game() -> None:
-    args = fill_defaults(Args(**QUICK | dict(num_envs=6, num_steps=4, num_minibatches=3)), CPU)
-    rollout = Rollout(args, 2, torch.bfloat16, CPU)
-    game = torch.arange(6)
-    ends = game == 5
-    for step in range(8):  # the second four overwrite the first
-        number = 10 * step + game
-        features = number[:, None].expand(-1, 2)
-        rollout.add(features, number, number % 3, -number.float(), number / 2, number * 1.0, ends, ~ends)
-    number = 10 * torch.arange(4, 8)[:, None] + game
-    rollout.finish(torch.full((6,), 7.0), gamma=0.5, gae_lambda=0.0)
-    next_value = torch.cat([number[1:] / 2, torch.full((1, 6), 7.0)])
-    assert torch.equal(rollout.value, torch.cat([number[:1] / 2, next_value]))
-    advantage = torch.where(ends, number / 2, 0.0)  # terminated: the reward less the value; truncated: nothing
-    assert torch.equal(rollout.advantage, advantage)
-    assert torch.equal(rollout.returns, number / 2 + advantage)
-
-    generator = torch.Generator().manual_seed(0)
-    orders = []
-    for _ in range(2):
-        rollout.shuffle(generator)
-        minibatches = [rollout.next_minibatch() for _ in range(3)]
-        features, food_position, action, logprob, _, returns, truncated = map(torch.cat, zip(*minibatches))
-        assert sorted(food_position.tolist()) == number.flatten().sort().values.tolist()
-        assert torch.equal(features, food_position.bfloat16()[:, None].expand(-1, 2))
-        assert torch.equal(action, food_position % 3)
-        assert torch.equal(logprob, -food_position.float())
-        assert torch.equal(truncated, food_position % 10 != 5)
-        assert torch.equal(returns, torch.where(truncated, food_position / 2, food_position.float()))
-        orders.append(food_position)
-    assert not torch.equal(*orders)
+    zero, action = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    for ratio, each, objective in zip(logratio, advantage, expected):
+        old_logprob = torch.tensor([0.5]).log() - ratio
+        loss, means = ppo_loss(torch.zeros(1, 2), zero, action, old_logprob, each[None], zero, 0.2, 0.5, zero)
+        assert loss.item() == pytest.approx(objective) == means[1].item()
+        assert means[4].item() == pytest.approx(ratio.exp().item() - 1 - ratio.item(), abs=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ the agent
@@ -152,17 +125,22 @@ class Player:
     greedy_move = staticmethod(toward_the_food)
 
 
-def test_evaluation_plays_every_game_once_to_its_end() -> None:
-    """Against the rule book, with the same policy and the same food."""
-    scores = []
+@pytest.mark.parametrize("step_limit", [None, 60], ids=["none truncated", "some truncated"])
+def test_evaluation_plays_every_game_once_to_its_end(monkeypatch, step_limit) -> None:
+    """Against the rule book, with the same policy and the same food. What a later game scores does not count."""
+    rules = dict(board=(6, 6), step_limit=step_limit, hunger=step_limit is None)
+    for name in ("step_limit", "hunger"):
+        monkeypatch.setitem(ppo_snake.VARIANTS["Snake-v0"], name, rules[name])
+    scores, ends = [], set()
     for lane in range(12):
-        env = SnakeEnv(lane=lane, board=(6, 6))
+        env = SnakeEnv(lane=lane, **rules)
         obs, done = env.reset(seed=2**31)[0], False
         while not done:
             obs, _, terminated, truncated, info = env.step(toward_the_food(torch.as_tensor(obs)[None]).item())
             done = terminated or truncated
         scores.append(info["score"])
-    assert len(set(scores)) > 4
+        ends.add(terminated)
+    assert len(set(scores)) > 2 and len(ends) == (1 if step_limit is None else 2)
     result = ppo_snake.evaluate(Player, fill_defaults(Args(**QUICK), CPU), 12, CPU)
     assert result["eval_score_mean"] == pytest.approx(np.mean(scores))
     assert result["eval_score_max"] == max(scores)
@@ -173,105 +151,139 @@ def test_evaluation_plays_every_game_once_to_its_end() -> None:
 # ------------------------------------------------------------------------------------------------ the loop
 
 
+@pytest.fixture
+def seen(monkeypatch) -> SimpleNamespace:
+    """What a run stores, rollout by rollout, and what each of its updates learns from."""
+    seen = SimpleNamespace(rollouts=[], batches=[], orders=[])
+    gae_of, loss_of, forward, permute = ppo_snake.gae, ppo_snake.ppo_loss, Agent.forward, torch.randperm
+    names = "logits value action old_logprob advantage returns".split()
+
+    def watched_gae(reward, value, done, *numbers):
+        advantage = gae_of(reward, value, done, *numbers)
+        seen.rollouts.append([tensor.clone() for tensor in (reward, value, done, advantage)])
+        return advantage
+
+    def watched_forward(self, features, food_position):
+        if torch.is_grad_enabled():
+            seen.batches.append({"features": features.clone(), "food_position": food_position.clone()})
+        return forward(self, features, food_position)
+
+    def watched_loss(*arguments):
+        seen.batches[-1].update(zip(names, [tensor.detach().clone() for tensor in arguments[:6]]))
+        return loss_of(*arguments)
+
+    def watched_randperm(n, **options):
+        seen.orders.append(permute(n, **options))
+        return seen.orders[-1]
+
+    monkeypatch.setattr(ppo_snake, "gae", watched_gae)
+    monkeypatch.setattr(ppo_snake, "ppo_loss", watched_loss)
+    monkeypatch.setattr(Agent, "forward", watched_forward)
+    monkeypatch.setattr(torch, "randperm", watched_randperm)
+    monkeypatch.setattr(ppo_snake, "evaluate", lambda *_: {})
+    return seen
+
+
 @pytest.mark.parametrize("num_envs, num_minibatches, update_epochs", [(7, 5, 2), (24, 3, 1), (64, 16, 4)])
-def test_counters_hold_for_any_width(run, monkeypatch, num_envs, num_minibatches, update_epochs) -> None:
-    shuffles, shuffle = [], Rollout.shuffle
-    monkeypatch.setattr(Rollout, "shuffle", lambda *a: shuffles.append(shuffle(*a)))
-    summary, folder = run(num_envs=num_envs, num_minibatches=num_minibatches, update_epochs=update_epochs)
+def test_counters_hold_for_any_width(run, seen, num_envs, num_minibatches, update_epochs) -> None:
+    summary, _ = run(num_envs=num_envs, num_minibatches=num_minibatches, update_epochs=update_epochs)
     rollouts = math.ceil(3000 / (5 * num_envs))
     assert summary["env_steps"] == rollouts * 5 * num_envs
     assert summary["replay_ratio"] == pytest.approx(update_epochs)
-    assert checkpoint(folder)["updates"] == rollouts * num_minibatches * update_epochs
-    assert len(shuffles) == rollouts * update_epochs
+    assert len(seen.rollouts) == rollouts
+    assert len(seen.batches) == rollouts * num_minibatches * update_epochs
+    assert len(seen.orders) == rollouts * update_epochs  # each epoch has a new order
+    assert summary["samples_per_second"] / summary["env_steps_per_second"] == pytest.approx(update_epochs)
 
 
-def test_what_is_stored_is_what_was_played(run, monkeypatch) -> None:
-    """A rollout beside the games it came from: views, probabilities, values, rewards and both kinds of endings."""
-    played, rollouts = [], []
-    step, finish = SnakeBatch.step, Rollout.finish
+def test_what_is_stored_is_what_was_played(run, seen, monkeypatch) -> None:
+    """Rollouts and minibatches against the games: views, probabilities, values, rewards, ends and final values."""
+    played, step = [], SnakeBatch.step
 
     def watched_step(self, action):
         before = self.codes.clone().view(-1, 6, 6)
         result = step(self, action)
-        played.append((before, action, *(tensor.clone() for tensor in result[1:4])))
+        played.append([before, action, *(tensor.clone() for tensor in (*result[1:4], result[4]["final_obs"]))])
         return result
 
-    def watched_finish(self, *arguments):
-        finish(self, *arguments)
-        rollouts.append(copy.deepcopy(self))
-
     monkeypatch.setattr(SnakeBatch, "step", watched_step)
-    monkeypatch.setattr(Rollout, "finish", watched_finish)
-    monkeypatch.setattr(ppo_snake, "evaluate", lambda *_: {})
+    monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
     monkeypatch.setitem(ppo_snake.VARIANTS["Snake-v0"], "step_limit", 12)
     torch.manual_seed(4)
     network = agent()
-    run(seed=4, learning_rate=1e-30, total_timesteps=24 * 40)
-    assert len(rollouts) == 8 and len(played) == 40
-    obs, moves, *endings = (torch.cat(parts) for parts in zip(*played))
-    stored = {}
-    for name in "features food_position action logprob reward terminated truncated advantage returns".split():
-        stored[name] = torch.cat([getattr(one, name).flatten(0, 1) for one in rollouts])
-    for name, expected in zip(("reward", "terminated", "truncated"), endings):
-        assert torch.equal(stored[name], expected)
-    assert endings[1].any() and endings[2].any()
-    orientation, features, food_position = network.preprocess(obs)
-    assert torch.equal(stored["features"], features.flatten(1))
-    assert torch.equal(stored["food_position"], food_position)
-    assert torch.equal(network.move[orientation, stored["action"]], moves)
-    with torch.no_grad():
-        logits, value = network(features, food_position)
-    logprob = logits.log_softmax(1).gather(1, stored["action"][:, None]).squeeze(1)
-    torch.testing.assert_close(stored["logprob"], logprob)
-    torch.testing.assert_close(torch.cat([one.value[:-1].flatten() for one in rollouts]), value)
-    for one, following in itertools.pairwise(rollouts):
-        torch.testing.assert_close(one.value[-1], following.value[0])
-    torch.testing.assert_close(stored["returns"], stored["advantage"] + value)
+    run(seed=4, learning_rate=1e-30, total_timesteps=24 * 40, update_epochs=1, gamma=0.9)
+    assert len(seen.rollouts) == 8 and len(played) == 40
+    obs, moves, reward, terminated, truncated, final_obs = (torch.cat(parts) for parts in zip(*played))
+    rewards, dones, advantages = (torch.cat([one[part].flatten() for one in seen.rollouts]) for part in (0, 2, 3))
+    assert terminated.any() and truncated.any()
+    assert torch.equal(dones, terminated | truncated)
+
+    def look(obs):
+        orientation, features, food_position = network.preprocess(obs)
+        with torch.no_grad():
+            return orientation, features, food_position, *network(features, food_position)
+
+    *_, final_value = look(final_obs)
+    torch.testing.assert_close(rewards, reward + 0.9 * truncated * final_value)
+    orientation, features, food_position, logits, value = look(obs)
+    torch.testing.assert_close(torch.cat([one[1][:-1].flatten() for one in seen.rollouts]), value)
+    for one, following in itertools.pairwise(seen.rollouts):
+        torch.testing.assert_close(one[1][-1], following[1][0])
+
+    learned = {name: torch.cat([batch[name] for batch in seen.batches]) for name in seen.batches[0]}
+    assert torch.equal(learned["features"], features.flatten(1))
+    assert torch.equal(learned["food_position"], food_position)
+    assert torch.equal(network.move[orientation, learned["action"]], moves)
+    logprob = logits.log_softmax(1).gather(1, learned["action"][:, None]).squeeze(1)
+    torch.testing.assert_close(learned["old_logprob"], logprob)
+    torch.testing.assert_close(learned["returns"], advantages + value)
 
 
-def test_actions_are_drawn_from_the_policy_for_every_game(run, monkeypatch) -> None:
+def test_actions_are_drawn_from_the_policy_for_every_game(run, seen, monkeypatch) -> None:
     probability = torch.tensor([0.2, 0.7, 0.1])
-    drawn, add = [], Rollout.add
 
     def forward(self, features, food_position):
         n = len(features)
-        return self.actor.bias.sum() * 0 + probability.log().expand(n, 3), self.critic.bias.expand(n) * 1 * 1
+        if torch.is_grad_enabled():
+            seen.batches.append({})
+        return self.actor.bias.sum() * 0 + probability.log().expand(n, 3), self.critic.bias.expand(n) * 1
 
-    monkeypatch.setattr(Rollout, "add", lambda self, *a: drawn.append(a[2].clone()) or add(self, *a))
     monkeypatch.setattr(Agent, "forward", forward)
-    monkeypatch.setattr(ppo_snake, "evaluate", lambda *_: {})
+    monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: None)
-    run(num_envs=200, total_timesteps=20_000)
-    drawn = torch.stack(drawn)
+    monkeypatch.setattr(ppo_snake, "average_gradients", lambda _: None)
+    run(num_envs=200, num_minibatches=5, update_epochs=1, total_timesteps=20_000)
+    drawn = torch.stack([batch["action"] for batch in seen.batches])  # by step
     counts = torch.bincount(drawn.flatten(), minlength=3) / drawn.numel()
     torch.testing.assert_close(counts, probability, atol=0.015, rtol=0)
-    shares = (drawn == 1).float().mean(1)  # by step: never all or none of the games
+    shares = (drawn == 1).float().mean(1)  # never all or none of the games
     assert 0.5 < shares.min() and shares.max() < 0.9
 
 
-def test_whole_updates_against_a_loop(run, monkeypatch) -> None:
-    """What six updates leave, from the minibatches they saw: the loss, Adam, clipping, annealing of both kinds."""
-    batches, sample = [], Rollout.next_minibatch
-    monkeypatch.setattr(Rollout, "next_minibatch", lambda *a: batches.append(sample(*a)) or batches[-1])
-    monkeypatch.setitem(ppo_snake.VARIANTS["Snake-v0"], "step_limit", 6)
+def test_whole_updates_against_a_loop(run, seen) -> None:
+    """What six updates leave, from the rollouts they saw: the loss, Adam, clipping, annealing of both kinds."""
     flags = dict(learning_rate=0.02, max_grad_norm=0.05, seed=3, num_steps=10, num_minibatches=2, update_epochs=1)
     _, folder = run(**flags, total_timesteps=24 * 30, ent_coef=0.3, vf_coef=0.7, clip_coef=0.05)
-    assert len(batches) == 6
+    assert len(seen.batches) == 6
     torch.manual_seed(3)
     network = agent()
     weights = list(network.parameters())
     mean = [torch.zeros_like(weight) for weight in weights]
     square = [torch.zeros_like(weight) for weight in weights]
-    assert any(batch[-1].any() for batch in batches)
     clipped = 0
-    for number, (features, food, action, old_logprob, advantage, returns, truncated) in enumerate(batches, 1):
-        progress = (number + 1) // 2 / 3  # after 1, 2 and 3 of 3 rollouts
+    for number, batch in enumerate(seen.batches[:], 1):
+        rollout = (number - 1) // 2
+        progress = (rollout + 1) / 3
+        index = seen.orders[rollout].split(120)[(number - 1) % 2]
+        _, values, _, advantages = seen.rollouts[rollout]
+        advantage = advantages.flatten()[index]
+        returns = advantage + values.flatten()[index]
         advantage = (advantage - advantage.mean()) / advantage.std()
         loss = 0
-        for i in (~truncated).nonzero().flatten():
-            logits, value = network(features[i : i + 1], food[i : i + 1])
+        for i in range(120):
+            logits, value = network(batch["features"][i : i + 1], batch["food_position"][i : i + 1])
             logprobs = logits[0].log_softmax(0)
-            ratio = (logprobs[action[i]] - old_logprob[i]).exp()
+            ratio = (logprobs[batch["action"][i]] - batch["old_logprob"][i]).exp()
             clipped += not 0.95 < ratio < 1.05
             objective = min(ratio * advantage[i], ratio.clamp(0.95, 1.05) * advantage[i])
             error = (value[0] - returns[i]).abs()
@@ -295,37 +307,11 @@ def test_whole_updates_against_a_loop(run, monkeypatch) -> None:
         torch.testing.assert_close(saved[key], value, atol=3e-4, rtol=3e-3)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch, capsys) -> None:
-    finish, calls = Rollout.finish, []
-
-    def interrupting_finish(self, *arguments) -> None:
-        calls.append(0)
-        if len(calls) == 12:
-            signal.raise_signal(signal.SIGTERM)
-        finish(self, *arguments)
-
-    _, whole = run(run_name="whole")
-    monkeypatch.setattr(Rollout, "finish", interrupting_finish)
-    _, halves = run(run_name="halves")
-    assert f"--resume {halves}" in capsys.readouterr().out
-    assert checkpoint(halves)["global_step"] == 12 * 5 * 24
-    monkeypatch.undo()
-    summary, _ = run(run_name="halves", resume=str(halves))
-    expected, got = checkpoint(whole), checkpoint(halves)
-    assert set(expected) == set(got)
-    for name, value in expected.items():
-        if isinstance(value, torch.Tensor) and name != "envs.finished":
-            assert torch.equal(value, got[name]), name
-    assert (got["global_step"], got["updates"]) == (expected["global_step"], expected["updates"])
-    assert summary["env_steps"] == 3000
-
-
-def test_bf16_stores_and_learns_in_bf16_and_moves_every_weight(run, monkeypatch) -> None:
-    """One autocast context around many updates would go on with the first weights."""
-    networks, outputs, copies, stored = [], [], [], []
-    init, sample = Agent.__init__, Rollout.next_minibatch
+def test_bf16_stores_and_learns_in_bf16_and_moves_every_weight(run, seen, monkeypatch) -> None:
+    """One autocast context around many updates would keep the first weights."""
+    networks, outputs, copies = [], [], []
+    init = Agent.__init__
     monkeypatch.setattr(Agent, "__init__", lambda self, *a: networks.append(self) or init(self, *a))
-    monkeypatch.setattr(Rollout, "next_minibatch", lambda *a: stored.append(sample(*a)) or stored[-1])
     monkeypatch.setattr(ppo_snake, "pick_precision", lambda *_: torch.bfloat16)
     _, features, food_position = agent().preprocess(boards(4))
     networks.clear()
@@ -343,7 +329,7 @@ def test_bf16_stores_and_learns_in_bf16_and_moves_every_weight(run, monkeypatch)
     monkeypatch.setattr(torch.optim, "Adam", WatchedAdam)
     summary, _ = run(total_timesteps=1200, learning_rate=1e-2)
     assert summary["precision"] == "bfloat16" and len(outputs) > 20
-    assert stored[0][0].dtype == torch.bfloat16
+    assert all(batch["features"].dtype == torch.bfloat16 for batch in seen.batches)
     assert not any(torch.equal(before, after) for before, after in zip(outputs[1:], outputs[2:]))
     assert all(torch.equal(*pair) for pair in zip(outputs, copies))
 
@@ -366,8 +352,8 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "learning_rate": (1e-2, critic),
     "anneal_lr": (False, lambda s, f: round(scalars(f)["losses/learning_rate"][-1], 6)),
     "num_steps": (8, lambda s, f: s["env_steps"]),
-    "num_minibatches": (3, lambda s, f: checkpoint(f)["updates"]),
-    "update_epochs": (1, lambda s, f: checkpoint(f)["updates"]),
+    "num_minibatches": (3, lambda s, f: round(s["updates_per_second"] / s["env_steps_per_second"], 6)),
+    "update_epochs": (1, lambda s, f: s["replay_ratio"]),
     "gamma": (0.5, critic),
     "gae_lambda": (0.1, critic),
     "clip_coef": (1e-3, critic),
@@ -380,7 +366,7 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "eval_episodes": (11, lambda s, f: s["eval_episodes"]),
     "video": (True, lambda s, f: (f / "videos" / "snake.gif").exists()),
 }
-ELSEWHERE = {  # have tests over all scripts
+ELSEWHERE = {  # are tested for all scripts
     "device", "max_seconds", "run_dir", "bf16", "fp16", "tf32", "compile", "compile_mode", "cudagraph",
     "checkpoint_every", "resume", "evaluate", "render", "wandb",
 }  # fmt: skip
