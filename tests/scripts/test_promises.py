@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,22 @@ def test_a_damaged_checkpoint_is_refused(script, trained, monkeypatch, capsys) -
         is_refused(script, trained, capsys, *words)
         if name in DAMAGED:
             is_refused(script, trained, capsys, f"--evaluate={trained}")
+
+
+def test_a_checkpoint_without_a_part_is_refused_or_loads(script, trained, monkeypatch, capsys) -> None:
+    class Started(BaseException):
+        """Nothing catches it."""
+
+    def start(*arguments, **options) -> None:
+        raise Started
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", start)
+    whole = load(trained)
+    words = longer(script, trained)
+    for name in whole:
+        torch.save({other: value for other, value in whole.items() if other != name}, trained / "checkpoint.pt")
+        with suppress(Started):
+            assert f"--resume {trained}" in one_line(script, capsys, *words)
 
 
 def test_a_foreign_or_hostile_file_is_refused_and_not_executed(script, trained, monkeypatch, capsys) -> None:
