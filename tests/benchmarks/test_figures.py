@@ -273,7 +273,8 @@ SETTINGS = {  # phrases with numbers that are no measurements
     "README": [
         "an evaluation over 1,000 games",
         "on 8 processes is 2,048 games each",
-        "returning (B, 4)",
+        "some 400 mutations",
+        "Rank 0 writes, evaluates and prints",
         "PyTorch 2.13 and Python 3.11 to 3.13",
     ],
     "benchmarks": ["in the real 1-1, games and emulator"],

@@ -15,8 +15,8 @@ import tyro
 from benchmark_helpers import CPU, PAGES, PROJECT, page_of, results
 
 import benchmark
-import dqn_snake
 import ppo_metta
+import ppo_snake
 from benchmarks import report
 from benchmarks.harness import SUITES, Options
 from benchmarks.metta_parts import ARENAS, REAL_METTAGRID
@@ -224,7 +224,7 @@ def test_the_profile_of_the_readme_runs(monkeypatch, capsys) -> None:
     code = re.search(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)[1]
     asked = []
     monkeypatch.setattr(
-        dqn_snake, "main", lambda args: asked.append(dqn_snake.fill_defaults(args, CPU)) or torch.ones(9).sum()
+        ppo_snake, "main", lambda args: asked.append(ppo_snake.fill_defaults(args, CPU)) or torch.ones(9).sum()
     )
     exec(code, {})
     assert asked and "aten::sum" in capsys.readouterr().out
