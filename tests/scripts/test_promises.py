@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,8 @@ def test_weights_that_are_not_finite_are_not_saved(script, capsys, log_every) ->
     flags = dict(learning_rate=1e18, log_every=log_every, checkpoint_every=1e-9)
     line = one_line(script, capsys, *script.words(run_name="run", **flags))
     assert "--learning-rate 1e+18: " in line and "a lower one works" in line
-    assert not (script.folder / "run" / "checkpoint.pt").exists()
+    if (script.folder / "run" / "checkpoint.pt").exists():  # of an update before
+        assert weights_of(script.folder / "run").isfinite().all()
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
@@ -238,6 +240,22 @@ def test_a_damaged_checkpoint_is_refused(script, trained, monkeypatch, capsys) -
         is_refused(script, trained, capsys, *words)
         if name in DAMAGED:
             is_refused(script, trained, capsys, f"--evaluate={trained}")
+
+
+def test_a_checkpoint_without_a_part_is_refused_or_loads(script, trained, monkeypatch, capsys) -> None:
+    class Started(BaseException):
+        """Nothing catches it."""
+
+    def start(*arguments, **options) -> None:
+        raise Started
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", start)
+    whole = load(trained)
+    words = longer(script, trained)
+    for name in whole:
+        torch.save({other: value for other, value in whole.items() if other != name}, trained / "checkpoint.pt")
+        with suppress(Started):
+            assert f"--resume {trained}" in one_line(script, capsys, *words)
 
 
 def test_a_foreign_or_hostile_file_is_refused_and_not_executed(script, trained, monkeypatch, capsys) -> None:
