@@ -269,8 +269,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     if args.threads is None:  # a thread that shares its core with a worker holds up all others
         args.threads = min(max(cores - args.num_workers * uses_workers, 1), 8)
     if uses_workers and num_envs % (args.num_workers * args.async_factor):
-        advice = f"must be a multiple of {RANKS} processes x --num-workers {args.num_workers} x --async-factor"
-        fail(f"--num-envs {args.num_envs}: {advice} {args.async_factor}")
+        parts = RANKS * args.num_workers * args.async_factor
+        fail(f"--num-envs {args.num_envs}: must be a multiple of {parts}, processes x workers x --async-factor")
     if args.vec_env == "device" and is_real:
         fail("--vec-env device: the real MettaGrid runs on the CPU; subproc works, also with --num-workers 0")
     if args.env_config is not None and not is_real:
@@ -286,8 +286,6 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         fail("--cudagraph: needs one process and --vec-env device; --no-cudagraph works")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
-    if args.sdpa != "auto" and args.network != "token-attention":
-        fail(f"--sdpa {args.sdpa}: needs --network token-attention")
     if args.render and (args.evaluate is None or is_real):
         fail("--render: needs --evaluate PATH, of a run in the embedded arena")
     if args.resume is not None and args.evaluate is not None:
@@ -303,20 +301,20 @@ def check_sizes(args: Args, num_agents: int, max_steps: int) -> None:
         fail(f"--bptt-horizon {args.bptt_horizon}: must divide --num-steps {args.num_steps}")
     num_segments = args.num_steps // args.bptt_horizon * num_agents
     if num_segments % (args.num_minibatches * args.grad_accumulation):
-        advice = f"x --grad-accumulation {args.grad_accumulation} must divide the {num_segments} segments of a rollout"
-        fail(f"--num-minibatches {args.num_minibatches}: {advice} ({num_agents} agents)")
+        advice = f"must divide the {num_segments} segments of a rollout, also times --grad-accumulation"
+        fail(f"--num-minibatches {args.num_minibatches}: {advice}")
 
 
 def rules_of(args: Args) -> dict[str, Any]:
     """Rules of the embedded arena, as keywords."""
-    rules = VARIANTS.get(args.env_id, {}) | {"easy": args.easy, "rewards": args.rewards}
-    for name in ("size", "agents", "instances"):
+    rules = VARIANTS.get(args.env_id, {}).copy()
+    for name in ("easy", "rewards", "size", "agents", "instances"):
         if getattr(args, name) is not None:
             rules[name] = getattr(args, name)
     try:
         Rules(**rules)
     except ValueError as error:
-        fail(f"--size {args.size} --agents {args.agents} --instances {args.instances}: {error}")
+        fail(f"--size, --agents, --instances: {error}")
     return rules
 
 
@@ -344,24 +342,26 @@ def games_seed(seed: int, global_step: int, worker: int = 0, group: int = 0) -> 
     No two are the same, nor is one repeated after a resume. A single process starts with --seed itself.
     """
     stream = [RANK, global_step, worker, group]
-    if not any(stream):
-        return seed
-    return int(np.random.SeedSequence([seed, *stream]).generate_state(1)[0]) % EVAL_SEED
+    if any(stream):
+        seed = int(np.random.SeedSequence([seed, *stream]).generate_state(1)[0]) % EVAL_SEED
+    return seed
 
 
 def make_envs(args: Args, device: torch.device, global_step: int, obs_shape: tuple) -> LocalEnvs | SubprocEnvs:
     """The games of this process. `obs_shape` is that of one game: agents, tokens, 3."""
     num_envs = args.num_envs // RANKS
-    games_device = device if args.vec_env == "device" else torch.device("cpu")
+    pin_memory = device.type == "cuda"
+    if args.vec_env == "subproc":
+        device = torch.device("cpu")
     if args.vec_env == "device" or args.num_workers == 0:
-        return LocalEnvs(make_games(args, num_envs, games_device, games_seed(args.seed, global_step)))
+        return LocalEnvs(make_games(args, num_envs, device, games_seed(args.seed, global_step)))
     num_games = num_envs // (args.num_workers * args.async_factor)
     num_agents, *token_shape = obs_shape
     seeds = []
     for worker in range(args.num_workers):
         seeds.append([games_seed(args.seed, global_step, worker, group) for group in range(args.async_factor)])
-    factory = partial(make_games, args, num_games, games_device)
-    return SubprocEnvs(factory, seeds, (num_games * num_agents, *token_shape), pin_memory=device.type == "cuda")
+    factory = partial(make_games, args, num_games, device)
+    return SubprocEnvs(factory, seeds, (num_games * num_agents, *token_shape), pin_memory)
 
 
 # ---------------------------------------------------------------------------------------------------- networks
@@ -705,15 +705,6 @@ class Rollout:
         step = first_step + torch.arange(self.bptt_horizon, device=segments.device)[:, None]
         return step * num_agents + agent
 
-    def minibatch(self, segments: Tensor, index: Tensor) -> list[Tensor]:
-        """obs, state, episode_start, action and logprob of `segments` (B,), whose steps are at `index`."""
-        obs = self.obs.flatten(0, 1)[index]
-        state = self.state.flatten(0, 1)[segments]
-        episode_start = self.episode_start.flatten()[index]
-        action = self.action.flatten()[index]
-        logprob = self.logprob.flatten()[index]
-        return [obs, state, episode_start, action, logprob]
-
 
 class Learner:
     """What is trained, and the updates. All that an update changes is in tensors that a CUDA graph can capture."""
@@ -768,30 +759,29 @@ class Learner:
         """With the values and ratios that the updates so far have left."""
         args = self.args
         rollout = self.rollout
-        advantage = self.gae(
-            rollout.reward,
-            rollout.value,
-            rollout.done,
-            rollout.ratio,
-            args.gamma,
-            args.gae_lambda,
-            args.rho_clip,
-            args.c_clip,
-        )
-        self.advantage.copy_(advantage)
+        coefs = (args.gamma, args.gae_lambda, args.rho_clip, args.c_clip)
+        self.advantage.copy_(self.gae(rollout.reward, rollout.value, rollout.done, rollout.ratio, *coefs))
 
-    def minibatch_loss(self, obs, state, episode_start, action, logprob, value, advantage, returns):
-        """Loss, the means that LOSSES names, and the new values and policy ratios."""
+    def minibatch_loss(self, segments: Tensor, index: Tensor, advantage: Tensor) -> tuple[Tensor, ...]:
+        """Loss on `segments`, whose steps are at `index`; the means that LOSSES names; new values and ratios."""
         args = self.args
+        rollout = self.rollout
+        obs = rollout.obs.flatten(0, 1)[index]
+        state = rollout.state.flatten(0, 1)[segments]
+        episode_start = rollout.episode_start.flatten()[index]
         with self.autocast():
-            logits, new_value, _ = self.agent(obs, state, episode_start)
+            logits, value, _ = self.agent(obs, state, episode_start)
         logp = logits.log_softmax(2)
-        new_logprob = logp.gather(2, action[..., None]).squeeze(2)
+        action = rollout.action.flatten()[index]
+        logprob = logp.gather(2, action[..., None]).squeeze(2)
+        old_logprob = rollout.logprob.flatten()[index]
         entropy = -(logp.exp() * logp).sum(2)
+        old_value = rollout.value.flatten()[index]
+        returns = self.advantage.flatten()[index] + old_value
         coefs = (args.clip_coef, args.vf_clip_coef, self.ent_coef, args.vf_coef)
-        loss, losses = ppo_loss(new_logprob, logprob, advantage, entropy, new_value, value, returns, *coefs)
-        ratio = (new_logprob - logprob).detach().exp()
-        return loss, losses, new_value.detach(), ratio
+        loss, losses = ppo_loss(logprob, old_logprob, advantage, entropy, value, old_value, returns, *coefs)
+        ratio = (logprob - old_logprob).detach().exp()
+        return loss, losses, value.detach(), ratio
 
     def draw_segments(self) -> Tensor:
         """Without replacement, by the size of their advantages. Returns the probability of every segment."""
@@ -811,8 +801,6 @@ class Learner:
             probability = self.draw_segments()
         index = rollout.index(self.segments)
         mb_advantage = self.advantage.flatten()[index]
-        mb_value = rollout.value.flatten()[index]
-        mb_returns = mb_advantage + mb_value
         if args.norm_adv:
             mb_advantage = mb_advantage - mean_over_ranks(mb_advantage.mean())
             mb_advantage = mb_advantage / (mean_over_ranks(mb_advantage.square().mean()).sqrt() + 1e-8)
@@ -822,14 +810,11 @@ class Learner:
         for i in range(args.grad_accumulation):
             part = slice(i, None, args.grad_accumulation)
             part_index = index[:, part]
-            inputs = rollout.minibatch(self.segments[part], part_index)
-            targets = [mb_value[:, part], mb_advantage[:, part], mb_returns[:, part]]
-            loss, losses, value, ratio = self.minibatch_loss(*inputs, *targets)
+            loss, losses, value, ratio = self.minibatch_loss(self.segments[part], part_index, mb_advantage[:, part])
             self.scaler.scale(loss / args.grad_accumulation).backward()
             finite = value.isfinite() & ratio.isfinite()  # others would reach all advantages of this rollout
-            old_ratio = rollout.ratio.view(-1)[part_index]
-            rollout.value.view(-1)[part_index] = torch.where(finite, value, mb_value[:, part])
-            rollout.ratio.view(-1)[part_index] = torch.where(finite, ratio, old_ratio)
+            for kept, new in ((rollout.value.view(-1), value), (rollout.ratio.view(-1), ratio)):
+                kept[part_index] = torch.where(finite, new, kept[part_index])
             self.part_losses[i] = losses
         average_gradients(self.weights)  # before `unscale_`: all ranks skip an update that overflows in float16
         self.scaler.unscale_(self.adam)
@@ -870,9 +855,8 @@ class Learner:
         self.estimate_advantages()
         part = slice(None, None, self.args.grad_accumulation)
         index = self.rollout.index(self.segments)
-        targets = [torch.zeros_like(index, dtype=torch.float32)[:, part] for _ in range(3)]
-        loss = self.minibatch_loss(*self.rollout.minibatch(self.segments[part], index[:, part]), *targets)[0]
-        loss.backward()
+        advantage = torch.zeros_like(index, dtype=torch.float32)
+        self.minibatch_loss(self.segments[part], index[:, part], advantage[:, part])[0].backward()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -1259,12 +1243,11 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     writer = open_run_folder(args, folder, global_step) if RANK == 0 else None
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {args.threads} threads"
     precision = str(dtype).removeprefix("torch.")
-    location = "in this process" if isinstance(envs, LocalEnvs) else f"in {args.num_workers} workers"
     print(f"{folder} on {RANKS} x {device_name} in {precision}")
     print(
-        f"{num_agents * RANKS} agents {location}; {args.update_epochs * args.num_minibatches} updates on "
-        f"{len(learner.segments) * RANKS} segments of {args.bptt_horizon} steps after every "
-        f"{args.num_steps * num_agents * RANKS} (replay ratio {args.update_epochs})"
+        f"{num_agents * RANKS} agents; {args.update_epochs * args.num_minibatches} updates on "
+        f"{learner.minibatch_size * RANKS} steps after every {args.num_steps * num_agents * RANKS} "
+        f"(replay ratio {args.update_epochs})"
     )
 
     # --- collecting -----------------------------------------------------------------------------------------------
@@ -1397,7 +1380,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             collect_rollout()
         except WorkerLost as error:
             save()
-            fail(f"{error}; python {SCRIPT}.py --resume {folder} continues from {folder / 'checkpoint.pt'}")
+            fail(f"{error}; --resume {folder} works")
         global_step += args.num_steps * num_agents * RANKS
         finish_rollout()
         timer.lap("act")
