@@ -47,7 +47,8 @@ REAL = pytest.mark.skipif(importlib.util.find_spec("mettagrid") is None, reason=
 ROOT = Path(__file__).parents[2]
 QUICK = dict(
     device="cpu", num_envs=4, num_steps=16, num_minibatches=4, bptt_horizon=8, total_timesteps=384 * 4,
-    rnn="mingru", hidden_size=16, eval_episodes=6, eval_every=0.0, log_every=1e-3, video=False, threads=1, num_workers=2,
+    rnn="mingru", hidden_size=16, eval_episodes=6, eval_every=0.0, log_every=1e-3, video=False, threads=1,
+    num_workers=2,
 )  # fmt: skip
 
 
