@@ -198,8 +198,16 @@ class Args:
 NOT_RESUMED = ["run_dir", "run_name", "env_config", "resume", "evaluate", "render", "video", "wandb"]
 MAY_BE_0 = ["seed", "num_workers", "update_epochs", "muon_learning_rate", "ent_coef", "end_ent_coef", "eval_every"]
 MAY_BE_0 += ["checkpoint_every", "gamma", "gae_lambda", "prio_alpha", "prio_beta0"]
-HIGHEST = {"gamma": 1, "gae_lambda": 1, "prio_alpha": 1, "prio_beta0": 1, "seed": EVAL_SEED - 1, "threads": 256}
-HIGHEST |= {"num_workers": 1024, "eval_episodes": 100_000}
+HIGHEST = {
+    "gamma": 1,
+    "gae_lambda": 1,
+    "prio_alpha": 1,
+    "prio_beta0": 1,
+    "seed": EVAL_SEED - 1,
+    "threads": 256,
+    "num_workers": 1024,
+    "eval_episodes": 100_000,
+}
 GAMES = ["MettaArena-v0", "MettaNavigation-v0", "mettagrid"]
 DEFAULTS = {  # of flags that are None or auto, by GAMES
     "vec_env": ("device", "device", "subproc"),
@@ -227,11 +235,26 @@ METTA = Args(
     end_ent_coef=0.01,
     vf_coef=0.44,
 )
-ORIGINAL = dict(num_envs=64, num_workers=1, async_factor=1, num_steps=64, num_minibatches=32, bptt_horizon=64)
 PRESETS = {
     "default": Args(),
-    "original": replace(METTA, preset="original", **ORIGINAL),
-    "ultra-fast": replace(METTA, preset="ultra-fast", num_envs=512, async_factor=8, num_steps=128, num_minibatches=8),
+    "original": replace(
+        METTA,
+        preset="original",
+        num_envs=64,
+        num_workers=1,
+        async_factor=1,
+        num_steps=64,
+        num_minibatches=32,
+        bptt_horizon=64,
+    ),
+    "ultra-fast": replace(
+        METTA,
+        preset="ultra-fast",
+        num_envs=512,
+        async_factor=8,
+        num_steps=128,
+        num_minibatches=8,
+    ),
 }
 
 
@@ -778,8 +801,19 @@ class Learner:
         entropy = -(logp.exp() * logp).sum(2)
         old_value = rollout.value.flatten()[index]
         returns = self.advantage.flatten()[index] + old_value
-        coefs = (args.clip_coef, args.vf_clip_coef, self.ent_coef, args.vf_coef)
-        loss, losses = ppo_loss(logprob, old_logprob, advantage, entropy, value, old_value, returns, *coefs)
+        loss, losses = ppo_loss(
+            logprob,
+            old_logprob,
+            advantage,
+            entropy,
+            value,
+            old_value,
+            returns,
+            args.clip_coef,
+            args.vf_clip_coef,
+            self.ent_coef,
+            args.vf_coef,
+        )
         ratio = (logprob - old_logprob).detach().exp()
         return loss, losses, value.detach(), ratio
 
@@ -813,8 +847,8 @@ class Learner:
             loss, losses, value, ratio = self.minibatch_loss(self.segments[part], part_index, mb_advantage[:, part])
             self.scaler.scale(loss / args.grad_accumulation).backward()
             finite = value.isfinite() & ratio.isfinite()  # others would reach all advantages of this rollout
-            for kept, new in ((rollout.value.view(-1), value), (rollout.ratio.view(-1), ratio)):
-                kept[part_index] = torch.where(finite, new, kept[part_index])
+            for stored, new in ((rollout.value.view(-1), value), (rollout.ratio.view(-1), ratio)):
+                stored[part_index] = torch.where(finite, new, stored[part_index])
             self.part_losses[i] = losses
         average_gradients(self.weights)  # before `unscale_`: all ranks skip an update that overflows in float16
         self.scaler.unscale_(self.adam)
@@ -1204,14 +1238,15 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     global_step = 0
     seconds_before = 0.0  # of the run that is resumed
     same_games = False
-    games_of = [device.type, args.num_envs, args.vec_env == "device" and RANKS == 1]
+    can_save_games = args.vec_env == "device" and RANKS == 1
+    games_of = [device.type, args.num_envs, can_save_games]
     folder = Path(args.run_dir) / (args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
     if args.resume is not None:
         path, checkpoint = load_checkpoint(args)
         folder = path.parent
         global_step = checkpoint["global_step"]
         seconds_before = checkpoint["elapsed"]
-        same_games = games_of[2] and checkpoint["games_of"] == games_of
+        same_games = can_save_games and checkpoint["games_of"] == games_of
         if not same_games:
             print("new games: only those of one process, with the same --device and --num-envs, are in a checkpoint")
     progress = progress_of(args, global_step, seconds_before)
@@ -1219,7 +1254,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
         done = f"its run is over after {global_step:,} steps and {seconds_before:.0f} s"
         fail(f"--resume {args.resume}: {done}; a larger --total-timesteps or --max-seconds works")
 
-    game = make_games(args, 1, torch.device("cpu"), EVAL_SEED)
+    game = make_games(args, 1, torch.device("cpu"), EVAL_SEED)  # for the shapes
     check_sizes(args, len(game.obs) * args.num_envs // RANKS, game.max_steps)
     envs = cleanup.enter_context(closing(make_envs(args, device, global_step, game.obs.shape)))
     generator = torch.Generator(device).manual_seed(games_seed(args.seed, global_step))
@@ -1353,7 +1388,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             "state": state,
             "episode_start": episode_start,
         }
-        if games_of[2]:
+        if can_save_games:
             checkpoint["envs"] = envs.games.state_dict()
         if RANK == 0:
             save_checkpoint(folder / "checkpoint.pt", checkpoint)
