@@ -210,9 +210,6 @@ class TorchMettaGrid:
     Raises ValueError, its message one line, also for a config without a step limit.
     """
 
-    cells = 0  # kept in tensors for each game: none
-    fixed_shapes = False
-
     def __init__(self, num_games: int, config: str | None, seed: int, random_first_length: bool) -> None:
         self.games = RealMettaGrid(num_games, config, seed, random_first_length)
         self.num_agents = self.games.num_agents

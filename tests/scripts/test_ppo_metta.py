@@ -26,7 +26,7 @@ from torch.utils.tensorboard import SummaryWriter
 import ppo_metta
 from envs.metta.batch import MettaBatch
 from envs.metta.rules import ACTIONS, FEATURES, ROTATE
-from envs.workers import LocalEnvs, SubprocEnvs, worker_main
+from envs.workers import LocalEnvs, SubprocEnvs, WorkerLost, worker_main
 from ppo_metta import (
     PRESETS,
     Agent,
@@ -47,7 +47,8 @@ REAL = pytest.mark.skipif(importlib.util.find_spec("mettagrid") is None, reason=
 ROOT = Path(__file__).parents[2]
 QUICK = dict(
     device="cpu", num_envs=4, num_steps=16, num_minibatches=4, bptt_horizon=8, total_timesteps=384 * 4,
-    rnn="mingru", hidden_size=16, eval_episodes=6, eval_every=0, log_every=1e-3, video=False, threads=1, num_workers=2,
+    rnn="mingru", hidden_size=16, eval_episodes=6, eval_every=0.0, log_every=1e-3, video=False, threads=1,
+    num_workers=2,
 )  # fmt: skip
 
 
@@ -56,6 +57,18 @@ def short_episodes(monkeypatch):
     """Arenas of 100 steps instead of 1,000."""
     for rules in ppo_metta.VARIANTS.values():
         monkeypatch.setitem(rules, "max_steps", 100)
+
+
+@pytest.fixture(autouse=True)
+def process_as_before():
+    """A run sets these for its whole process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture
@@ -67,6 +80,13 @@ def run(tmp_path):
         return main(Args(**flags)), tmp_path / flags["run_name"]
 
     return start
+
+
+def parse(*words: str) -> Args:
+    """The flags of a command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["ppo_metta.py", *words])
+        return ppo_metta.parse_args()
 
 
 def tokens(games: int = 4, steps: int = 20) -> torch.Tensor:
@@ -89,23 +109,21 @@ def agent_of(**flags) -> Agent:
 
 
 def transitions(steps: int = 12, lanes: int = 5, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random rollouts; each lane is truncated once at most."""
+    """Random rollouts."""
     rng = np.random.default_rng(seed)
     x = {name: rng.normal(size=(steps, lanes)) for name in ("reward", "value")}
-    x |= {name: rng.normal(size=lanes) for name in ("next_value", "final_value")}
-    x["truncated"] = np.arange(steps)[:, None] == rng.integers(2 * steps, size=lanes)
-    x["terminated"] = (rng.random((steps, lanes)) < 0.1) & ~x["truncated"]
+    x["value"] = np.concatenate([x["value"], rng.normal(size=(1, lanes))])
+    x["done"] = rng.random((steps, lanes)) < 0.1
     return x | {"ratio": rng.uniform(0.3, 2, size=(steps, lanes))}
 
 
-def slow_gae(reward, value, next_value, final_value, terminated, truncated, ratio, gamma, lam, rho, c) -> np.ndarray:
+def slow_gae(reward, value, done, ratio, gamma, lam, rho, c) -> np.ndarray:
     advantage, (steps, lanes) = np.zeros_like(reward), reward.shape
     for lane in range(lanes):
         for t in reversed(range(steps)):
-            following = value[t + 1, lane] if t + 1 < steps else next_value[lane]
-            following = 0 if terminated[t, lane] else final_value[lane] if truncated[t, lane] else following
+            following = 0 if done[t, lane] else value[t + 1, lane]
             advantage[t, lane] = min(ratio[t, lane], rho) * (reward[t, lane] + gamma * following - value[t, lane])
-            if t + 1 < steps and not (terminated[t, lane] or truncated[t, lane]):
+            if t + 1 < steps and not done[t, lane]:
                 advantage[t, lane] += gamma * lam * min(ratio[t, lane], c) * advantage[t + 1, lane]
     return advantage
 
@@ -119,9 +137,9 @@ def test_advantages_against_numpy(rho: float, c: float) -> None:
 
 def test_on_policy_advantages_with_lambda_1_are_returns_less_values() -> None:
     x = transitions(lanes=1) | {"ratio": np.ones((12, 1))}
-    x["terminated"][:], x["truncated"][:] = False, False
+    x["done"][:] = False
     advantage = gae(*(torch.tensor(part) for part in x.values()), 0.9, 1.0, 1, 1)
-    returns = sum(0.9**t * r for t, r in enumerate(x["reward"][:, 0])) + 0.9**12 * x["next_value"][0]
+    returns = sum(0.9**t * r for t, r in enumerate(x["reward"][:, 0])) + 0.9**12 * x["value"][12, 0]
     assert advantage[0, 0].item() == pytest.approx(returns - x["value"][0, 0])
 
 
@@ -180,8 +198,6 @@ def test_a_bag_of_tokens_is_a_linear_layer_on_the_box() -> None:
 def test_attention_kernels_agree_with_the_one_in_plain_operations() -> None:
     obs = tokens()
     math, flash = (agent_of(sdpa=sdpa, network="token-attention").encoder for sdpa in ("math", "flash"))
-    assert math.layer1.kernel(torch.float32, CPU) == "math"
-    assert flash.layer1.kernel(torch.float32, CPU) == "flash_attention"
     heading = math.view.heading(obs)
     torch.testing.assert_close(math(obs, heading), flash(obs, heading), atol=1e-5, rtol=1e-5)
 
@@ -303,8 +319,8 @@ def recorded(monkeypatch) -> dict:
     seen, gae_of, rollout_of = {}, ppo_metta.gae, ppo_metta.Rollout
 
     def recording_gae(*given):
-        names = "reward value next_value final_value terminated truncated ratio".split()
-        seen.setdefault("gae", dict(zip(names, (part.clone() for part in given[:7]))))
+        names = "reward value done ratio".split()
+        seen.setdefault("gae", dict(zip(names, (part.clone() for part in given[:4]))))
         return gae_of(*given)
 
     def recording_rollout(*given):
@@ -340,12 +356,12 @@ def test_a_rollout_against_a_loop_with_one_lane_at_a_time_in_mind(run, recorded,
             assert torch.equal(rollout.obs[t], obs)
             obs, reward, terminated, truncated, info = envs.step(rollout.action[t])
             final_value = agent(info["final_obs"][None], state, never)[1][0]
-            assert torch.equal(asked["reward"][t], 2 * reward) and torch.equal(asked["truncated"][t], truncated)
+            assert not terminated.any() and torch.equal(asked["done"][t], truncated)
+            torch.testing.assert_close(asked["reward"][t], 2 * reward + 0.97 * truncated * final_value)
             cut += int(truncated.sum())
-            torch.testing.assert_close(asked["final_value"][truncated], final_value[truncated])
             state, obs = state * ~truncated[:, None], obs.clone()
-        torch.testing.assert_close(asked["next_value"], agent(obs[None], state, never)[1][0])
-    assert cut >= 12 and (asked["ratio"] == 1).all() and not asked["terminated"].any()
+        torch.testing.assert_close(asked["value"][96], agent(obs[None], state, never)[1][0])
+    assert cut >= 12 and (asked["ratio"] == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -426,7 +442,7 @@ def test_advantages_are_those_of_now_with_as_few_calls_as_will_do(run, monkeypat
     monkeypatch.setattr(Rollout, "index", comparing)
     run(update_epochs=2, log_every=1e9, **flags)
     assert len(moved) == 4 * 2 * 4 and any(moved) == (not each_update)
-    assert len(calls) == 4 * 2 * (4 if each_update else 1) + 1  # and the log's
+    assert len(calls) == 4 * 2 * (4 if each_update else 1)
 
 
 def test_prioritised_segments_are_those_with_large_advantages(run, monkeypatch) -> None:
@@ -575,10 +591,10 @@ def test_values_that_are_not_finite_are_not_stored(run, monkeypatch, capsys) -> 
         return logits, value, state
 
     monkeypatch.setattr(Agent, "forward", overflowing)
-    monkeypatch.setattr(ppo_metta, "gae", lambda r, v, *a: asked.append((v.clone(), a[4].clone())) or gae_of(r, v, *a))
+    monkeypatch.setattr(ppo_metta, "gae", lambda r, v, *a: asked.append((v.clone(), a[1].clone())) or gae_of(r, v, *a))
     with pytest.raises(SystemExit):
         run(total_timesteps=384)
-    assert len(asked) == 5 and all(part.isfinite().all() for parts in asked for part in parts)
+    assert len(asked) == 4 and all(part.isfinite().all() for parts in asked for part in parts)
 
 
 class StagedGames:
@@ -636,16 +652,17 @@ def test_whole_episodes_are_evaluated_and_half_ones_are_trained_on() -> None:
 # ------------------------------------------------------------------------------------------------ resume
 
 
-def interrupt_after(monkeypatch, calls: int, number: int = signal.SIGTERM) -> None:
-    made, original = [], ppo_metta.gae
+def interrupt_after(monkeypatch, rollouts: int, number: int = signal.SIGTERM) -> None:
+    """At the last step of a rollout, which is still learned from."""
+    made, original = [], ppo_metta.sample
 
     def counting(*given):
         made.append(0)
-        if len(made) == calls:
+        if len(made) == rollouts * QUICK["num_steps"]:
             os.kill(os.getpid(), number)
         return original(*given)
 
-    monkeypatch.setattr(ppo_metta, "gae", counting)
+    monkeypatch.setattr(ppo_metta, "sample", counting)
 
 
 @pytest.mark.parametrize("rnn", ["mingru", "none"])
@@ -653,7 +670,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch,
     flags = dict(rnn=rnn, total_timesteps=384 * 12)
     whole = checkpoint(run(run_name="whole", **flags)[1])
     with monkeypatch.context() as patch:
-        interrupt_after(patch, 12)
+        interrupt_after(patch, 3)
         _, folder = run(run_name="half", **flags)
     assert "--resume" in capsys.readouterr().out and checkpoint(folder)["global_step"] < 384 * 12
     run(run_name="half", resume=str(folder), **flags)
@@ -684,13 +701,10 @@ def replaced(name: str, value):
 
 SPOILED = {  # what only this script saves; what all of them do: test_common_checkpoints.py
     "an optimizer of other shapes": lambda saved: resized("exp_avg", 0)(saved["optimizer"]),
-    "an optimizer without a moment": lambda saved: saved["optimizer"][2].pop("exp_avg_sq"),
+    "Muon of another shape": lambda saved: resized("momentum_buffer", 0)(saved["muon"]),
     "games of another number": resized("clock", "envs"),
     "games without a part": lambda saved: saved["envs"].pop("grid"),
-    "other lanes": resized("obs"),
     "other lanes that remember": resized("state"),
-    "episode starts that are numbers": lambda saved: saved.update(episode_start=saved["episode_start"].float()),
-    "starts that are a list": replaced("starts", [0]),
     "no generator's state": replaced("generator", torch.ones_like(torch.Generator().get_state())),
 }
 
@@ -734,12 +748,12 @@ def test_flags_that_name_code_or_are_not_the_runs_own_stay_on_the_command_line(t
     saved["args"] |= {"env_id": "mettagrid", "env_config": "antigravity:fly", "wandb": True}
     torch.save(saved, tmp_path / "checkpoint.pt")
     with pytest.raises(SystemExit) as error:
-        ppo_metta.parse_args(["--resume", str(tmp_path)])
+        parse("--resume", str(tmp_path))
     assert error.value.code == 2 and "--env-config antigravity:fly" in capsys.readouterr().err
-    args = ppo_metta.parse_args(["--resume", str(tmp_path), "--env-config", "mine:config"])
+    args = parse("--resume", str(tmp_path), "--env-config", "mine:config")
     assert args.env_config == "mine:config" and not args.wandb
     with pytest.raises(SystemExit) as error:
-        ppo_metta.parse_args(["--resume", str(trained), "--preset", "original"])
+        parse("--resume", str(trained), "--preset", "original")
     said = capsys.readouterr().err
     assert error.value.code == 2 and said.count("\n") == 1 and "--preset original" in said
 
@@ -763,7 +777,7 @@ def test_a_lost_worker_is_named_and_the_checkpoint_saved(tmp_path, number, said)
         os.kill(int(workers[1]), number)
         struck = time.monotonic()
         err = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and f"worker 1 (process {workers[1]}) {said}" in err, err
+    assert process.returncode == 2 and f"worker 1 (process {workers[1]}) {said}" in err, err
     assert time.monotonic() - struck < 20 and "Traceback" not in err
     assert (tmp_path / "run" / "checkpoint.pt").exists()
     time.sleep(0.5)
@@ -789,7 +803,7 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path) -> None:
 def test_every_group_of_every_worker_plays_games_of_its_own(monkeypatch) -> None:
     monkeypatch.delitem(ppo_metta.VARIANTS["MettaArena-v0"], "max_steps")
     args = fill_defaults(Args(**QUICK | dict(vec_env="subproc")), CPU)
-    envs = ppo_metta.make_envs(args, CPU, starts=0, obs_shape=(6, 200, 3))
+    envs = ppo_metta.make_envs(args, CPU, global_step=0, obs_shape=(6, 200, 3))
     try:
         parts = envs.obs.unflatten(0, (4, 6))
         assert (parts[:, :, :, 0] < 255).any(2).all()
@@ -813,26 +827,22 @@ def test_a_resumed_run_does_not_begin_its_streams_again(run, monkeypatch) -> Non
     monkeypatch.setattr(ppo_metta, "games_seed", lambda *a: asked.append((a, seed_of(*a))) or asked[-1][1])
     flags = dict(vec_env="subproc", num_workers=0)
     _, folder = run(**flags)
-    for start in (1, 2):
+    for rollouts in (4, 5):
         del asked[:]
-        run(resume=str(folder), total_timesteps=384 * (4 + start), **flags)
-        assert {given for given, _ in asked} == {(1, start)} and asked[0][1] != 1
+        run(resume=str(folder), total_timesteps=384 * (rollouts + 1), **flags)
+        assert {given for given, _ in asked} == {(1, 384 * rollouts)} and asked[0][1] != 1
 
 
-def test_a_worker_that_fails_says_why_in_one_line(run, monkeypatch, capsys) -> None:
+def test_a_worker_that_fails_says_why_in_one_line(run, monkeypatch) -> None:
     pipe, child_pipe = torch.multiprocessing.Pipe()
     args = fill_defaults(Args(**QUICK), CPU)
-    with ppo_metta.restore_process():
-        no_games = functools.partial(make_games, args, 0, CPU)  # that raises
-        worker_main(no_games, [1], child_pipe, [torch.zeros(1)] * 7)
+    no_games = functools.partial(make_games, args, 0, CPU)  # that raises
+    worker_main(no_games, [1], child_pipe, [torch.zeros(1)] * 7)
     lost = object.__new__(SubprocEnvs)
     lost.pipes, lost.processes = [pipe], [types.SimpleNamespace(pid=1)]
     monkeypatch.setattr(ppo_metta, "make_envs", lambda *_: lost.wait(1))
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(WorkerLost, match=r"worker 0 \(process 1\) failed: ValueError num_games 0"):
         run()
-    said = capsys.readouterr().err
-    assert error.value.code == 1 and said.count("\n") == 1
-    assert "worker 0 (process 1) failed: ValueError num_games 0" in said
 
 
 # ------------------------------------------------------------------------------------------------ several ranks
@@ -892,7 +902,7 @@ def test_ranks_play_different_games_and_one_writes(tmp_path) -> None:
     flags += f"--total-timesteps 3072 --run-dir {tmp_path} --run-name run --no-video --log-every 0.001 --device cpu"
     done = run_ranks(2, "ppo_metta.py", *flags.split())
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("eval_score_mean") == 1 and "2 ranks" in done.stdout
+    assert done.stdout.count("eval_score_mean") == 1 and "on 2 x cpu" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["env_steps"] == 3072 and summary["replay_ratio"] == pytest.approx(1)
     saved = checkpoint(tmp_path / "run")
@@ -980,27 +990,6 @@ def test_bf16_moves_the_weights_as_fp32_does(run, monkeypatch) -> None:
     assert exact.norm() > 0.1 and (half - exact).norm() < 0.5 * exact.norm()
 
 
-@pytest.mark.parametrize("fixed_shapes", [False, True], ids=["cpu", "fixed shapes"])
-def test_games_of_fixed_shapes_are_compiled_and_begin_as_they_were(run, monkeypatch, fixed_shapes) -> None:
-    compiled, init = [], MettaBatch.__init__
-
-    def keep(function, mode, *example, **options):
-        compiled.append(function.__name__)
-        function(*example)  # as `compiled` does it, to see whether it works
-        return function
-
-    def fixed(self, *given, **rules):
-        init(self, *given, **rules)
-        self.fixed_shapes = fixed_shapes
-
-    plain = checkpoint(run(run_name="plain")[1])
-    monkeypatch.setattr(MettaBatch, "__init__", fixed)
-    monkeypatch.setattr(ppo_metta, "try_compile", keep)
-    other = checkpoint(run(compile=True)[1])
-    assert compiled == ["policy", "gae", "minibatch_loss", *(["step"] if fixed_shapes else [])]
-    assert all(torch.equal(value, other[name]) for name, value in plain.items() if name.startswith(("agent", "envs")))
-
-
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("flags", [{}, {"grad_accumulation": 2}], ids=str)
 def test_the_loop_compiles_nothing_that_the_warm_up_has_not(run, monkeypatch, flags) -> None:
@@ -1038,11 +1027,11 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "seed": (2, heads),
     "total_timesteps": (768, lambda s, f: s["env_steps"]),
     "run_name": ("other", lambda s, f: f.name),
-    "env_id": ("MettaNavigation-v0", lambda s, f: checkpoint(f)["obs"].shape),
-    "instances": (2, lambda s, f: checkpoint(f)["obs"].shape),
+    "env_id": ("MettaNavigation-v0", lambda s, f: checkpoint(f)["episode_start"].shape),
+    "instances": (2, lambda s, f: checkpoint(f)["episode_start"].shape),
     "size": (30, lambda s, f: checkpoint(f)["envs.grid"].shape),
-    "agents": (12, lambda s, f: checkpoint(f)["obs"].shape),
-    "num_envs": (8, lambda s, f: checkpoint(f)["obs"].shape),
+    "agents": (12, lambda s, f: checkpoint(f)["episode_start"].shape),
+    "num_envs": (8, lambda s, f: checkpoint(f)["episode_start"].shape),
     "network": ("box-cnn", lambda s, f: "agent.encoder.conv1.weight" in checkpoint(f)),
     "rnn": ("none", lambda s, f: checkpoint(f)["agent.hidden.weight"].shape),
     "hidden_size": (24, lambda s, f: checkpoint(f)["agent.heads.weight"].shape),
@@ -1103,27 +1092,19 @@ METTA_SIZES = {"original": (64, 16_384, 512, 64, 1), "ultra-fast": (512, 262_144
 
 @pytest.mark.parametrize("preset", METTA_SIZES)
 def test_presets_have_mettas_sizes_and_flags_override_them(preset) -> None:
-    args = fill_defaults(ppo_metta.parse_args(["--device", "cpu", "--preset", preset]), CPU)
+    args = fill_defaults(parse("--device", "cpu", "--preset", preset), CPU)
     assert args.env_id == "MettaNavigation-v0" and args.preset == preset and args.learning_rate == 3e-4
     batch_size = args.num_envs * 4 * args.num_steps
     sizes = batch_size, batch_size // args.num_minibatches, args.bptt_horizon, args.async_factor
     assert (args.num_envs, *sizes) == METTA_SIZES[preset]
-    assert ppo_metta.parse_args([f"--preset={preset}", "--learning-rate", "1"]).learning_rate == 1
+    assert parse(f"--preset={preset}", "--learning-rate", "1").learning_rate == 1
 
 
 @pytest.mark.parametrize("game, agents, max_steps", [("MettaArena-v0", 6, 1000), ("mettagrid", 8, 256)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_work_with_any_game(preset, game, agents, max_steps) -> None:
-    args = fill_defaults(ppo_metta.parse_args(["--device", "cpu", "--preset", preset, "--env-id", game]), CPU)
+    args = fill_defaults(parse("--device", "cpu", "--preset", preset, "--env-id", game), CPU)
     check_sizes(args, agents * args.num_envs, max_steps)
-
-
-def test_help_shows_the_defaults_of_a_preset(capsys) -> None:
-    for preset, rate in (("default", "0.003"), ("ultra-fast", "0.0003")):
-        with pytest.raises(SystemExit):
-            ppo_metta.parse_args(["--preset", preset, "--help"])
-        said = capsys.readouterr().out
-        assert rate in said[said.index("--learning-rate") :][:200]
 
 
 @pytest.mark.parametrize(
@@ -1136,7 +1117,6 @@ def test_help_shows_the_defaults_of_a_preset(capsys) -> None:
 )  # fmt: skip
 def test_workers_divide_the_games_and_leave_cores_on_any_machine(monkeypatch, cores, flags, workers, threads) -> None:
     monkeypatch.setattr(ppo_metta, "CORES", cores)
-    monkeypatch.setattr(ppo_metta, "matmuls_per_second", float)  # nothing else is busy
     args = fill_defaults(Args(**{"device": "cpu", "vec_env": "subproc"} | flags), CPU)
     assert (args.num_workers, args.threads) == (workers, threads)
 
@@ -1145,7 +1125,6 @@ def test_workers_divide_the_games_and_leave_cores_on_any_machine(monkeypatch, co
 def test_ranks_share_the_cores_of_a_machine(monkeypatch, flags, workers, threads) -> None:
     monkeypatch.setattr(ppo_metta, "CORES", 16)
     monkeypatch.setattr(ppo_metta, "LOCAL_RANKS", 4)
-    monkeypatch.setattr(ppo_metta, "matmuls_per_second", float)  # nothing else is busy
     args = fill_defaults(Args(device="cpu", **flags), CPU)
     assert (args.num_workers, args.threads) == (workers, threads)
     monkeypatch.setattr(ppo_metta, "LOCAL_RANKS", 99)
@@ -1277,54 +1256,20 @@ def test_a_signal_to_all_processes_saves_and_exits_0(tmp_path, vec_env, number) 
 # ------------------------------------------------------------------------------------------------ bad input
 
 
-def test_a_preset_that_does_not_fit_in_memory_says_what_would(monkeypatch, capsys) -> None:
-    args = fill_defaults(PRESETS["ultra-fast"], CPU)
-    obs = torch.zeros(2048, 200, 3, dtype=torch.uint8)
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 25_600, "SC_PAGE_SIZE": 4096}.get)  # 100 MiB
-    with pytest.raises(SystemExit) as error:
-        Rollout(args, obs, 0, CPU)
-    said = capsys.readouterr().err
-    assert error.value.code == 2 and said.endswith(
-        "--num-steps 128: would take 0.2 GiB and there are 0.1; at most 64 works\n"
-    ), said
-    Rollout(dataclasses.replace(args, num_steps=64), obs, 0, CPU)
-
-
-@pytest.mark.parametrize("flag, value", [("num_envs", 4000), ("eval_episodes", 50_000)])
-def test_games_that_do_not_fit_in_memory_are_refused_before_training(
-    tmp_path, monkeypatch, capsys, flag, value
-) -> None:
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 25_600, "SC_PAGE_SIZE": 4096}.get)  # 100 MiB
-    with pytest.raises(SystemExit) as error:
-        main(Args(**QUICK | {"run_dir": str(tmp_path), flag: value}))
-    said = capsys.readouterr().err
-    assert error.value.code == 2 and f"--{flag.replace('_', '-')} {value}: would take" in said and "works" in said
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
-    "flags, agents, max_steps, works",
+    "flags, max_steps, expected",
     [
-        (dict(num_steps=72), 24, 100, "--num-steps 64 works"),
-        (dict(num_minibatches=100), 24, 100, "--num-minibatches 48 works"),
-        (dict(num_steps=128), 24, 100, "--num-steps 96 works"),
-        (dict(num_steps=32, bptt_horizon=32), 24, 10, "--num-steps 10 --bptt-horizon 10 works"),
-        (dict(num_steps=32, bptt_horizon=32, num_minibatches=16), 6, 100, "--num-minibatches 6 works"),
-        (dict(grad_accumulation=2, num_minibatches=48), 24, 100, "--num-minibatches 24 works"),
-        (dict(grad_accumulation=9), 24, 100, "--grad-accumulation 9: must divide the 48 segments"),
+        (dict(num_steps=72, bptt_horizon=32), 100, "--bptt-horizon 32: must divide --num-steps 72"),
+        (dict(num_steps=128), 100, "--num-steps 128: must be at most 100"),
+        (dict(num_minibatches=100), 100, "--num-minibatches 100: must divide the 48 segments"),
+        (dict(grad_accumulation=2, num_minibatches=48), 100, "--num-minibatches 48: must divide the 48 segments"),
     ],
 )
-def test_sizes_that_do_not_divide_name_those_that_do(capsys, flags, agents, max_steps, works) -> None:
-    args = Args(**QUICK | {"bptt_horizon": 32 if "num_steps" in flags else 8} | flags)
+def test_sizes_that_do_not_divide_are_one_line(capsys, flags, max_steps, expected) -> None:
     with pytest.raises(SystemExit):
-        check_sizes(args, agents, max_steps)
+        check_sizes(Args(**QUICK | flags), 24, max_steps)
     said = capsys.readouterr().err
-    assert works in said and said.count("\n") == 1, said
-    if works.endswith("works"):
-        words = works.removesuffix(" works").split()
-        right = {words[i][2:].replace("-", "_"): int(words[i + 1]) for i in range(0, len(words), 2)}
-        args = dataclasses.replace(args, **{"num_minibatches": 1} | right if "num_steps" in right else right)
-        check_sizes(args, agents, max_steps)
+    assert expected in said and said.count("\n") == 1, said
 
 
 # ------------------------------------------------------------------------------------------------ learning
@@ -1368,14 +1313,6 @@ def test_graphs_learn_what_eager_learns(run, monkeypatch, flags) -> None:
     assert torch.equal(checkpoint(eager)["generator"], checkpoint(graphs)["generator"])
     moved, difference = agent_weights(eager) - first, agent_weights(graphs) - agent_weights(eager)
     assert moved.norm() > 0.3 and difference.norm() < 0.05 * moved.norm()
-
-
-@pytest.mark.gpu
-@CUDA
-def test_a_gpu_names_the_flags_that_should_make_it_faster(run, capsys) -> None:
-    run(device="cuda")
-    run(device="cuda", bf16=True, cudagraph=True, compile=True, run_name="fast")
-    assert capsys.readouterr().out.count("should make it faster") == 1
 
 
 @pytest.mark.gpu
