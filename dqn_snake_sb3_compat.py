@@ -512,6 +512,181 @@ class ReplayBuffer:
         return [tensor.index_select(0, index) for tensor in self.transitions]
 
 
+class Learner:
+    """The networks, Adam and their update. All state is in tensors that persist, so that a CUDA graph can capture it."""
+
+    def __init__(
+        self, args: Args, env: gym.Env, replay: ReplayBuffer, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.args = args
+        self.replay = replay
+        self.device = device
+        self.dtype = dtype
+        self.q_network = QNetwork(args, env).to(device)
+        self.target_network = QNetwork(args, env).to(device).requires_grad_(False).eval()
+        self.target_network.load_state_dict(self.q_network.state_dict())
+        self.networks = nn.ModuleDict({"q_net": self.q_network, "q_net_target": self.target_network})  # SB3's names
+        self.parameters = list(self.q_network.parameters())
+        self.weights = flatten_parameters(self.q_network)
+        self.target_weights = flatten_parameters(self.target_network)
+        self.actor = copy.deepcopy(self.q_network).requires_grad_(False).eval()  # without dropout, on the same weights
+        for mirror, parameter in zip(self.actor.parameters(), self.parameters):
+            mirror.data = parameter.data
+        step = torch.zeros(1, dtype=torch.float64, device=device)
+        self.learning_rate = torch.full_like(step, args.learning_rate)
+        self.adam = {
+            "exp_avg": torch.zeros_like(self.weights),
+            "exp_avg_sq": torch.zeros_like(self.weights),
+            "step": step,
+            "loss_scale": torch.tensor(2.0**16 if dtype == torch.float16 else 1.0, device=device),
+        }
+        self.index = torch.zeros(args.batch_size, dtype=torch.int64, device=device)  # of the batch, in the replay
+        self.loss_sum = torch.zeros(1, device=device)  # since the last log
+        self.numpy_layers = []
+        if device.type == "cpu" and dtype == torch.float32 and args.policy == "MlpPolicy":
+            # On the same weights, since calling PyTorch costs more than these matmuls: 8 us an action, not 31.
+            for layer in self.actor.q_net[::2]:
+                self.numpy_layers.append((layer.weight.detach().numpy().T, layer.bias.detach().numpy()))
+
+    def autocast(self) -> torch.autocast:
+        # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32, cache_enabled=False)
+
+    @torch.inference_mode()
+    def policy(self, obs: Tensor) -> Tensor:
+        with self.autocast():
+            return self.actor(obs).argmax(1)
+
+    def greedy_action(self, obs: np.ndarray) -> np.ndarray:
+        if not self.numpy_layers:
+            return self.policy(torch.from_numpy(obs).to(self.device)).cpu().numpy()
+        x = np.asarray(obs.reshape(len(obs), -1), np.float32)
+        if self.actor.scale != 1:
+            x = x / np.float32(self.actor.scale)
+        for weight, bias in self.numpy_layers[:-1]:
+            x = np.maximum(x @ weight + bias, 0)
+        weight, bias = self.numpy_layers[-1]
+        return (x @ weight + bias).argmax(1)
+
+    def td_loss(self, obs: Tensor, next_obs: Tensor, action: Tensor, reward: Tensor, discount: Tensor) -> Tensor:
+        with torch.no_grad():
+            with self.autocast():
+                next_q_target = self.target_network(next_obs)
+            target = td_target(reward, discount, next_q_target)
+        with self.autocast():
+            q = self.q_network(obs)
+        return F.smooth_l1_loss(q.gather(1, action[:, None]).squeeze(1), target)
+
+    def update(self) -> None:
+        loss = self.td_loss(*self.replay.transitions_at(self.index))
+        loss_scale = self.adam["loss_scale"]
+        grads = torch.autograd.grad(loss * loss_scale, self.parameters)
+        with torch.no_grad():
+            grad = torch.cat([grad.flatten() for grad in grads]) / loss_scale
+            norm = grad.norm()  # SB3 takes the norm of norms: other last bits, and compiled a fifth slower
+            finite = norm.isfinite()
+            grad *= (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+            moments = (self.adam["exp_avg"], self.adam["exp_avg_sq"], self.adam["step"])
+            adam(self.weights, grad, *moments, self.learning_rate, finite)
+            if self.dtype == torch.float16:  # doubles in 2,000 updates, halves after an overflow
+                loss_scale.mul_(torch.where(finite, 2 ** (1 / 2000), 0.5))
+            else:  # the log ends the run
+                loss = torch.where(finite, loss, math.nan)
+            self.loss_sum.add_(loss)
+
+    def update_target(self) -> None:
+        tau = self.args.tau
+        self.target_weights.mul_(1 - tau).add_(self.weights, alpha=tau)  # rounds as SB3 does, unlike lerp_
+
+    def compile(self, mode: str, obs: np.ndarray) -> None:
+        """Compile the update and the policy here rather than in the timed loop."""
+        torch._dynamo.reset()  # of an earlier run in the same process
+        state = [self.weights, self.target_weights, *self.adam.values(), self.loss_sum]
+        before = [tensor.clone() for tensor in state]
+        if self.device.type == "cuda":  # else reduce-overhead makes no graph, and does not say so
+            for tensor in (*state, self.index, *self.replay.transitions):
+                torch._dynamo.mark_static_address(tensor)
+        # The C++ wrapper saves 30 us an update. Without guards, which only values could fail, it saves 30 more.
+        options = torch._inductor.list_mode_options(mode)
+        options["cpp_wrapper"] = self.device.type == "cpu"
+        options["guard_filter_fn"] = lambda guards: [False] * len(guards)
+        self.update = torch.compile(self.update, options=options)
+        self.policy = torch.compile(self.policy, mode=mode)
+        # One graph from the replay to the new weights.
+        with torch._dynamo.config.patch(trace_autograd_ops=True), torch.random.fork_rng():
+            self.update()
+        for tensor, value in zip(state, before):
+            tensor.copy_(value)
+        self.greedy_action(obs)
+
+
+class Games:
+    """The environments, their last observations, and NumPy's random numbers, drawn in SB3's order."""
+
+    def __init__(self, args: Args) -> None:
+        self.envs = make_envs(args, args.num_envs)
+        self.gamma = args.gamma
+        self.action_space = self.envs[0].action_space
+        self.action_space.seed(args.seed)
+        self.obs = np.stack([env.reset(seed=args.seed + number)[0] for number, env in enumerate(self.envs)])
+        self.next_obs = self.obs.copy()
+        self.reward = np.zeros(args.num_envs, np.float32)
+        self.discount = np.zeros(args.num_envs, np.float32)
+        self.returns = np.zeros(args.num_envs)
+        self.lengths = np.zeros(args.num_envs, np.int64)
+        self.is_snake = isinstance(self.envs[0].unwrapped, SnakeEnv)  # other games cannot be restored
+
+    def step(self, action: np.ndarray) -> dict[int, dict]:
+        """Step every game. Returns `info` of those that ended, by number."""
+        ended = {}
+        for number, env in enumerate(self.envs):
+            self.next_obs[number], self.reward[number], terminated, truncated, info = env.step(action[number])
+            self.discount[number] = 0 if terminated else self.gamma  # a truncated game is bootstrapped
+            if terminated or truncated:
+                ended[number] = info
+        return ended
+
+    def finish_step(self, ended: dict[int, dict]) -> list[tuple]:
+        """Restart games that ended. Returns their return, length and score."""
+        self.obs[:] = self.next_obs
+        self.returns += self.reward
+        self.lengths += 1
+        episodes = []
+        for number, info in ended.items():
+            episode_return = self.returns[number]
+            episodes.append((episode_return, self.lengths[number], info.get("score", episode_return)))
+            self.obs[number], _ = self.envs[number].reset()
+            self.returns[number] = 0
+            self.lengths[number] = 0
+        return episodes
+
+    def state_dict(self) -> dict[str, Any]:
+        _, numpy_key, numpy_position, *_ = np.random.get_state()
+        return {
+            "envs": [env.unwrapped.state_dict() for env in self.envs] if self.is_snake else None,
+            "obs": torch.from_numpy(self.obs),
+            "returns": self.returns.tolist(),
+            "lengths": self.lengths.tolist(),
+            "action_space": self.action_space.np_random.bit_generator.state,
+            "numpy_key": torch.from_numpy(numpy_key.astype(np.int64)),
+            "numpy_position": numpy_position,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        if len(saved["returns"]) != len(self.envs):
+            raise ValueError("--num-envs must be as it was")
+        np.random.set_state(("MT19937", saved["numpy_key"].numpy(), saved["numpy_position"]))
+        self.action_space.np_random.bit_generator.state = saved["action_space"]
+        if not self.is_snake:
+            print("new games: only Snake's can be restored")
+            return
+        for env, state in zip(self.envs, saved["envs"], strict=True):
+            env.unwrapped.load_state_dict(state)
+        self.obs[:] = saved["obs"].numpy()
+        self.returns[:] = saved["returns"]
+        self.lengths[:] = saved["lengths"]
+
+
 # --------------------------------------------------------------------------------------------------- evaluation
 
 
@@ -599,8 +774,6 @@ POLICIES = {  # by features extractor and policy class
     ("NatureCNN", "CnnPolicy"): "CnnPolicy",
     ("FlattenExtractor", "DQNPolicy"): "MlpPolicy",
 }
-POLICY_KWARGS = ["features_extractor_class", "features_extractor_kwargs", "activation_fn", "normalize_images"]
-POLICY_KWARGS += ["optimizer_class", "optimizer_kwargs", "net_arch", ":type:", ":serialized:"]
 ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0, "amsgrad": False, "maximize": False}
 
 
@@ -673,14 +846,9 @@ def sb3_flags(data: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]
         ("activation_fn", policy.get("activation_fn", relu), relu),
         ("normalize_images", policy.get("normalize_images", True), True),
         ("optimizer_class", policy.get("optimizer_class", adam_class), adam_class),
-        ("policy_kwargs", sorted(set(policy) - set(POLICY_KWARGS)), []),
         ("n_steps", data.get("n_steps", 1), 1),
-        ("optimize_memory_usage", data.get("optimize_memory_usage", False), False),
-        ("replay_buffer_kwargs", {"handle_timeout_termination": True, **(data.get("replay_buffer_kwargs") or {})},
-         {"handle_timeout_termination": True}),
-    ]  # fmt: skip
-    if data.get("replay_buffer_class") is not None:
-        checks.append(("replay_buffer_class", pickled_words(data["replay_buffer_class"])[-1], "ReplayBuffer"))
+        ("replay_buffer_kwargs", data.get("replay_buffer_kwargs") or {}, {}),
+    ]
     (group,) = optimizer["param_groups"]
     for option, works in ADAM.items():
         value = group[option]
@@ -697,9 +865,7 @@ def sb3_flags(data: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]
     return flags
 
 
-def import_sb3_zip(
-    args: Args, space: gym.spaces.Box, networks: nn.ModuleDict, optimizer: dict[str, Tensor]
-) -> dict[str, Any]:
+def import_sb3_zip(args: Args, space: gym.spaces.Box, learner: Learner) -> dict[str, Any]:
     """Load a zip's weights and Adam's moments. Returns its counters."""
     _, counters, saved = read_sb3(args.import_sb3)
     moments = saved["policy.optimizer"]["state"]
@@ -708,13 +874,13 @@ def import_sb3_zip(
             theirs = saved["observation_space"].get(name, ours)
             if theirs != ours:
                 raise ValueError(f"its observations are {theirs}, those of --env-id {args.env_id} {ours}")
-        networks.load_state_dict(saved["policy"])
+        learner.networks.load_state_dict(saved["policy"])
         if moments:  # none before the first update
             for name in ("exp_avg", "exp_avg_sq"):
-                for number, view in enumerate(views_of(optimizer[name], list(networks["q_net"].parameters()))):
+                for number, view in enumerate(views_of(learner.adam[name], learner.parameters)):
                     view.copy_(moments[number][name])
             (step,) = {moment["step"].item() for moment in moments.values()}
-            optimizer["step"].fill_(step)
+            learner.adam["step"].fill_(step)
     except Exception as error:
         fail(f"--import-sb3 {args.import_sb3}: does not fit ({error})")
     done = f"{counters['global_step']:,} steps and {counters['updates']:,} updates"
@@ -722,9 +888,7 @@ def import_sb3_zip(
     return counters
 
 
-def write_sb3(
-    args: Args, env: gym.Env, networks: nn.ModuleDict, optimizer: dict[str, Tensor], counters: dict[str, Any]
-) -> None:
+def write_sb3(args: Args, env: gym.Env, learner: Learner, counters: dict[str, Any]) -> None:
     """A zip for `stable_baselines3.DQN.load`. SB3's classes are named in it, not imported."""
 
     def serialized(kind, content, **plain):
@@ -758,18 +922,17 @@ def write_sb3(
         cosine = Cosine(args.learning_rate, args.learning_rate_end)
         data["learning_rate"] = pickled(cosine, start=cosine.start, end=cosine.end)
 
-    weights = list(networks["q_net"].parameters())
-    step = optimizer["step"].cpu().float().view(())
-    exp_avg = views_of(optimizer["exp_avg"].cpu(), weights)
-    exp_avg_sq = views_of(optimizer["exp_avg_sq"].cpu(), weights)
+    step = learner.adam["step"].cpu().float().view(())
+    exp_avg = views_of(learner.adam["exp_avg"].cpu(), learner.parameters)
+    exp_avg_sq = views_of(learner.adam["exp_avg_sq"].cpu(), learner.parameters)
     state = {}
     if step > 0:
-        for number in range(len(weights)):
+        for number in range(len(learner.parameters)):
             moments = {"exp_avg": exp_avg[number], "exp_avg_sq": exp_avg_sq[number]}
             state[number] = {"step": step.clone(), **moments}
-    groups = torch.optim.Adam(weights, args.learning_rate).state_dict()["param_groups"]
+    groups = torch.optim.Adam(learner.parameters, args.learning_rate).state_dict()["param_groups"]
     parts = {
-        "policy": {name: weight.cpu() for name, weight in networks.state_dict().items()},
+        "policy": {name: weight.cpu() for name, weight in learner.networks.state_dict().items()},
         "policy.optimizer": {"state": state, "param_groups": groups},
     }
     temporary = Path(args.export_sb3).with_suffix(".tmp")
@@ -1015,41 +1178,15 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
     signal.signal(signal.SIGTERM, handle_signal)
 
     # --- networks, games and replay -------------------------------------------------------------------------------
-    envs = make_envs(args, args.num_envs)
-    q_network = QNetwork(args, envs[0]).to(device)
+    games = Games(args)
+    replay = ReplayBuffer(args, games.envs[0].observation_space, device)
+    learner = Learner(args, games.envs[0], replay, device, dtype)
     sdpa = None
     if args.policy == "transformer":
-        sdpa = q_network.features_extractor.kernel(dtype, device)
-        if args.sdpa != "auto" and args.sdpa != sdpa.split("_")[0]:
-            fail(
-                f"--sdpa {args.sdpa}: does not run on this {device.type} with these flags; --sdpa {sdpa.split('_')[0]} works"
-            )
-    target_network = QNetwork(args, envs[0]).to(device).requires_grad_(False).eval()
-    target_network.load_state_dict(q_network.state_dict())
-    parameters = list(q_network.parameters())
-    weights = flatten_parameters(q_network)
-    target_weights = flatten_parameters(target_network)
-    networks = nn.ModuleDict({"q_net": q_network, "q_net_target": target_network})
-    actor = copy.deepcopy(q_network).requires_grad_(False).eval()  # acts without dropout, with the same weights
-    for mirror, parameter in zip(actor.parameters(), parameters):
-        mirror.data = parameter.data
-    exp_avg = torch.zeros_like(weights)
-    exp_avg_sq = torch.zeros_like(weights)
-    adam_step = torch.zeros(1, dtype=torch.float64, device=device)
-    learning_rate = torch.full_like(adam_step, args.learning_rate)
-    loss_scale = torch.tensor(2.0**16 if dtype == torch.float16 else 1.0, device=device)
-    optimizer = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": adam_step, "loss_scale": loss_scale}
-    replay = ReplayBuffer(args, envs[0].observation_space, device)
-
-    action_space = envs[0].action_space
-    action_space.seed(args.seed)
-    obs = np.stack([env.reset(seed=args.seed + number)[0] for number, env in enumerate(envs)])
-    next_obs = obs.copy()
-    action = np.zeros(args.num_envs, np.int64)
-    reward = np.zeros(args.num_envs, np.float32)
-    discount = np.zeros(args.num_envs, np.float32)
-    returns = np.zeros(args.num_envs)
-    lengths = np.zeros(args.num_envs, np.int64)
+        sdpa = learner.q_network.features_extractor.kernel(dtype, device)
+        works = sdpa.split("_")[0]
+        if args.sdpa not in ("auto", works):
+            fail(f"--sdpa {args.sdpa}: does not run with this --device and --dropout; --sdpa {works} works")
     last_episodes = deque(maxlen=100)  # return, length and score, as in SB3's curves
 
     # --- new, from a checkpoint, or from a zip --------------------------------------------------------------------
@@ -1062,23 +1199,12 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
         path, checkpoint = load_checkpoint(args)
         folder = path.parent
         try:
-            if len(checkpoint["returns"]) != args.num_envs:
-                raise ValueError("--num-envs must be as it was")
-            q_network.load_state_dict(checkpoint["q_net"])
-            target_network.load_state_dict(checkpoint["q_net_target"])
-            for name, tensor in optimizer.items():
+            learner.q_network.load_state_dict(checkpoint["q_net"])
+            learner.target_network.load_state_dict(checkpoint["q_net_target"])
+            for name, tensor in learner.adam.items():
                 tensor.copy_(checkpoint["optimizer"][name])
             torch.set_rng_state(checkpoint["torch"])
-            np.random.set_state(("MT19937", checkpoint["numpy_key"].numpy(), checkpoint["numpy_position"]))
-            action_space.np_random.bit_generator.state = checkpoint["action_space"]
-            if checkpoint["envs"] is None:
-                print("new games: only Snake's can be restored")
-            else:
-                for env, state in zip(envs, checkpoint["envs"], strict=True):
-                    env.unwrapped.load_state_dict(state)
-                obs[:] = checkpoint["obs"].numpy()
-                returns[:] = checkpoint["returns"]
-                lengths[:] = checkpoint["lengths"]
+            games.load_state_dict(checkpoint)
             if args.checkpoint_replay and "replay" in checkpoint:
                 replay.load_state_dict(checkpoint["replay"])
             else:
@@ -1090,7 +1216,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
         except Exception as error:
             fail(f"--resume {args.resume}: {error}")
     if args.import_sb3 is not None:
-        counters = import_sb3_zip(args, envs[0].observation_space, networks, optimizer)
+        counters = import_sb3_zip(args, games.envs[0].observation_space, learner)
         imported_steps = counters["global_step"]
         imported_episodes = counters["episodes"]
     global_step = counters["global_step"]
@@ -1116,114 +1242,12 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {args.threads} threads"
     precision = str(dtype).removeprefix("torch.")
     print(f"{folder} on {device_name}")
-
-    # --- collecting -----------------------------------------------------------------------------------------------
     timer = PhaseTimer(device)
-    numpy_layers = []
-    if device.type == "cpu" and dtype == torch.float32 and args.policy == "MlpPolicy":
-        # On the same weights, since calling PyTorch costs more than these matmuls: 8 us an action, not 31.
-        numpy_layers = [(layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in actor.q_net[::2]]
-
-    def autocast():
-        # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
-        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
-
-    @torch.inference_mode()
-    def policy(obs):
-        with autocast():
-            return actor(obs).argmax(1)
-
-    def greedy_action():
-        if not numpy_layers:
-            return policy(torch.from_numpy(obs).to(device)).cpu().numpy()
-        x = np.asarray(obs.reshape(len(obs), -1), np.float32)
-        if q_network.scale != 1:
-            x = x / np.float32(q_network.scale)
-        for weight, bias in numpy_layers[:-1]:
-            x = np.maximum(x @ weight + bias, 0)
-        weight, bias = numpy_layers[-1]
-        return (x @ weight + bias).argmax(1)
-
-    def act_step_and_store():
-        """Returns the number of games that ended. Draws are in SB3's order; all games explore, or none."""
-        if global_step < args.learning_starts or np.random.rand() < epsilon:
-            action[:] = [action_space.sample() for _ in envs]
-        else:
-            action[:] = greedy_action()
-        timer.lap("act")
-        ended = {}
-        for number, env in enumerate(envs):
-            next_obs[number], reward[number], terminated, truncated, info = env.step(action[number])
-            discount[number] = 0 if terminated else args.gamma  # a truncated game is bootstrapped
-            if terminated or truncated:
-                ended[number] = info
-        timer.lap("env")
-        replay.add(obs, next_obs, action, reward, discount)
-        obs[:] = next_obs
-        returns[:] = returns + reward
-        lengths[:] = lengths + 1
-        for number, info in ended.items():
-            last_episodes.append((returns[number], lengths[number], info.get("score", returns[number])))
-            obs[number], _ = envs[number].reset()
-            returns[number] = 0
-            lengths[number] = 0
-        timer.lap("store")
-        return len(ended)
-
-    # --- learning -------------------------------------------------------------------------------------------------
-    index = torch.zeros(args.batch_size, dtype=torch.int64, device=device)  # of the batch, in the replay
-    loss_sum = torch.zeros(1, device=device)  # since the last log
-    cosine = Cosine(args.learning_rate, args.learning_rate_end)
-
-    def td_loss(obs, next_obs, action, reward, discount):
-        with torch.no_grad():
-            with autocast():
-                next_q_target = target_network(next_obs)
-            target = td_target(reward, discount, next_q_target)
-        with autocast():
-            q = q_network(obs)
-        return F.smooth_l1_loss(q.gather(1, action[:, None]).squeeze(1), target)
-
-    def update():
-        loss = td_loss(*replay.transitions_at(index))
-        grads = torch.autograd.grad(loss * loss_scale, parameters)
-        with torch.no_grad():
-            grad = torch.cat([grad.flatten() for grad in grads]) / loss_scale
-            norm = grad.norm()  # SB3 takes the norm of norms: other last bits, and compiled a fifth slower
-            finite = norm.isfinite()
-            grad *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-            adam(weights, grad, exp_avg, exp_avg_sq, adam_step, learning_rate, finite)
-            if dtype == torch.float16:  # doubles in 2,000 updates, halves after an overflow
-                loss_scale.mul_(torch.where(finite, 2 ** (1 / 2000), 0.5))
-            else:  # the log ends the run
-                loss = torch.where(finite, loss, math.nan)
-            loss_sum.add_(loss)
 
     # --- switches -------------------------------------------------------------------------------------------------
     if args.compile:
-        torch._dynamo.reset()  # of an earlier run in the same process
-        state = [weights, target_weights, *optimizer.values(), loss_sum]
-        before = [tensor.clone() for tensor in state]
-        if device.type == "cuda":  # else reduce-overhead makes no graph, and does not say so
-            for tensor in (*state, index, *replay.transitions):
-                torch._dynamo.mark_static_address(tensor)
-        # The C++ wrapper saves 30 us an update. Without guards, which only values could fail, it saves 30 more.
-        options = {
-            **torch._inductor.list_mode_options(args.compile_mode),
-            "cpp_wrapper": device.type == "cpu",
-            "guard_filter_fn": lambda guards: [False] * len(guards),
-        }
-        policy = torch.compile(policy, mode=args.compile_mode)
-        update = torch.compile(update, options=options)
-        # One graph from the replay to the new weights. It compiles here rather than in the timed loop.
-        with torch._dynamo.config.patch(trace_autograd_ops=True), torch.random.fork_rng():
-            update()
-        for tensor, value in zip(state, before):
-            tensor.copy_(value)
-        if not numpy_layers:
-            policy(torch.from_numpy(obs).to(device))
-    if args.cudagraph:
-        update = CUDAGraphStep(update)
+        learner.compile(args.compile_mode, games.obs)
+    update = CUDAGraphStep(learner.update) if args.cudagraph else learner.update
     active = f"{precision}, {'compiled' if args.compile else 'eager'}, batch size {args.batch_size}"
     if sdpa is not None:
         active += f", {sdpa}"
@@ -1232,24 +1256,16 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
 
     # --- the loop: SB3's learn, collect_rollouts and train --------------------------------------------------------
     def save():
-        if not weights.isfinite().all():
+        if not learner.weights.isfinite().all():
             fail(f"--learning-rate {args.learning_rate:g}: the weights are not finite and not saved; a lower one works")
-        is_snake = isinstance(envs[0].unwrapped, SnakeEnv)  # other games cannot be restored
-        _, numpy_key, numpy_position, *_ = np.random.get_state()
         state = {
             "script": SCRIPT,
             "version": CHECKPOINT_VERSION,
             "args": vars(args),
-            "q_net": q_network.state_dict(),
-            "q_net_target": target_network.state_dict(),
-            "optimizer": optimizer,
-            "envs": [env.unwrapped.state_dict() for env in envs] if is_snake else None,
-            "obs": torch.from_numpy(obs),
-            "returns": returns.tolist(),
-            "lengths": lengths.tolist(),
-            "action_space": action_space.np_random.bit_generator.state,
-            "numpy_key": torch.from_numpy(numpy_key.astype(np.int64)),
-            "numpy_position": numpy_position,
+            "q_net": learner.q_network.state_dict(),
+            "q_net_target": learner.target_network.state_dict(),
+            "optimizer": learner.adam,
+            **games.state_dict(),
             "torch": torch.get_rng_state(),
             "global_step": global_step,
             "updates": updates,
@@ -1265,11 +1281,12 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
         save_checkpoint(folder / "checkpoint.pt", state)
 
     def evaluate_and_log(episodes):
-        scores = evaluate(actor, args, episodes, device)
+        scores = evaluate(learner.actor, args, episodes, device)
         for name, score in scores.items():
             writer.add_scalar(name.replace("_", "/", 1), score, global_step)
         return scores
 
+    cosine = Cosine(args.learning_rate, args.learning_rate_end)
     updates_per_round = args.gradient_steps
     if args.gradient_steps == -1:
         updates_per_round = args.train_freq * args.num_envs
@@ -1284,22 +1301,31 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
     while not is_last:
         # 1 act and step, 2 store
         for _ in range(args.train_freq):
-            episodes += act_step_and_store()
+            if global_step < args.learning_starts or np.random.rand() < epsilon:  # all games explore, or none
+                action = np.array([games.action_space.sample() for _ in games.envs])
+            else:
+                action = learner.greedy_action(games.obs)
+            timer.lap("act")
+            ended = games.step(action)
+            timer.lap("env")
+            replay.add(games.obs, games.next_obs, action, games.reward, games.discount)
+            last_episodes.extend(games.finish_step(ended))
+            episodes += len(ended)
             global_step += args.num_envs
             calls += 1
             if calls % target_every == 0:
-                target_weights.mul_(1 - args.tau).add_(weights, alpha=args.tau)  # rounds as SB3 does, unlike lerp_
+                learner.update_target()
             epsilon = linear_schedule(
                 args.exploration_initial_eps, args.exploration_final_eps, args.exploration_fraction, progress()
             )
-        timer.lap("rollout")
+        timer.lap("store")
 
         # 3 learn
         if global_step > args.learning_starts:
             if args.lr_schedule == "cosine":
-                learning_rate.fill_(cosine(1 - progress()))
+                learner.learning_rate.fill_(cosine(1 - progress()))
             for _ in range(updates_per_round):
-                replay.sample_index(index)
+                replay.sample_index(learner.index)
                 update()
             updates += updates_per_round
         timer.lap("learn")
@@ -1315,8 +1341,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
             new_updates = updates - logged_updates
             logged_step = global_step
             logged_updates = updates
-            loss = loss_sum.item()
-            loss_sum.zero_()
+            loss = learner.loss_sum.item()
+            learner.loss_sum.zero_()
             scalars = {
                 "charts/SPS": new_steps / log_seconds,
                 "charts/updates_per_second": new_updates / log_seconds,
@@ -1324,7 +1350,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
                 "charts/replay_ratio": new_updates * args.batch_size / new_steps,
                 "perf/rollout_fraction": 1 - phases["learn"] / log_seconds,
                 "rollout/exploration_rate": epsilon,
-                "train/learning_rate": learning_rate.item(),
+                "train/learning_rate": learner.learning_rate.item(),
                 "time/fps": (global_step - first_step) / sum(timer.total.values()),
             }
             episodic_return = score = math.nan
@@ -1399,7 +1425,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
             "_current_progress_remaining": 1 - min(progress(), 1),
         }
         try:
-            write_sb3(args, envs[0], networks, optimizer, counters)
+            write_sb3(args, games.envs[0], learner, counters)
             print(f"{args.export_sb3}: for stable_baselines3.DQN.load")
         except Exception as error:  # a full disk, or spaces that cannot be pickled
             print(f"--export-sb3 {args.export_sb3}: cannot be written ({error})", file=sys.stderr)
@@ -1411,7 +1437,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
         scores = evaluate_and_log(args.eval_episodes)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
-        report(actor, args, device, scores, folder)
+        report(learner.actor, args, device, scores, folder)
         print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
     writer.close()
     return summary
