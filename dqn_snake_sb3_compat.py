@@ -513,7 +513,7 @@ class ReplayBuffer:
 
 
 class Learner:
-    """The networks, Adam and their update. All state is in tensors that persist, so that a CUDA graph can capture it."""
+    """The networks, Adam and the update. All state is in tensors that persist, so that a CUDA graph can capture it."""
 
     def __init__(
         self, args: Args, env: gym.Env, replay: ReplayBuffer, device: torch.device, dtype: torch.dtype
@@ -856,9 +856,9 @@ def sb3_flags(data: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]
     for field in fields(Args):
         if field.name in flags and field.type in (int, float):
             value = flags[field.name]
-            is_number = type(value) in (int, field.type)
-            checks.append((field.name, value if is_number else str(value)[:60], value))
-            flags[field.name] = field.type(value) if is_number else value
+            if type(value) not in (int, field.type):
+                raise ValueError(f"its {field.name} is {str(value)[:60]}, no plain number")
+            flags[field.name] = field.type(value)
     for name, value, works in checks:
         if value != works:
             raise ValueError(f"its {name} is {str(value)[:60]}; only {str(works)[:60]} works")
@@ -1311,6 +1311,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
             replay.add(games.obs, games.next_obs, action, games.reward, games.discount)
             last_episodes.extend(games.finish_step(ended))
             episodes += len(ended)
+            timer.lap("store")
             global_step += args.num_envs
             calls += 1
             if calls % target_every == 0:
@@ -1318,7 +1319,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
             epsilon = linear_schedule(
                 args.exploration_initial_eps, args.exploration_final_eps, args.exploration_fraction, progress()
             )
-        timer.lap("store")
+        timer.lap("rollout")
 
         # 3 learn
         if global_step > args.learning_starts:
