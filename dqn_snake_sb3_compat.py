@@ -170,8 +170,8 @@ class Args:
 
 NOT_RESUMED = ["run_dir", "run_name", "resume", "evaluate", "import_sb3", "export_sb3", "render", "video", "wandb"]
 FRACTIONS = ["gamma", "tau", "dropout", "exploration_fraction", "exploration_initial_eps", "exploration_final_eps"]
-MAY_BE_0 = ["seed", "learning_starts", "learning_rate_end", "eval_every", "checkpoint_every", *FRACTIONS]
-MAY_BE_0.remove("tau")
+MAY_BE_0 = ["seed", "learning_starts", "learning_rate_end", "eval_every", "checkpoint_every"]
+MAY_BE_0 += [name for name in FRACTIONS if name != "tau"]
 HIGHEST = dict.fromkeys(FRACTIONS, 1)
 HIGHEST |= {"num_envs": MAX_GAMES, "eval_episodes": MAX_GAMES, "threads": 256}
 SETTINGS = {  # flags that can be set in the environment or in a file named .env
@@ -262,8 +262,8 @@ def make_envs(args: Args, num_envs: int, **kwargs: Any) -> list[gym.Env]:
     """`num_envs` plain environments: with a few games a Python loop is faster than a batched one."""
     try:
         if args.board is not None:
-            rows, columns = args.board.split("x")
-            kwargs["board"] = (int(rows), int(columns))
+            rows, _, columns = args.board.partition("x")
+            kwargs["board"] = (int(rows), int(columns or 0))
         envs = [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(num_envs)]
     except Exception as error:  # a game's code may raise anything
         board = f" --board {args.board}" if args.board else ""
@@ -774,7 +774,7 @@ POLICIES = {  # by features extractor and policy class
     ("NatureCNN", "CnnPolicy"): "CnnPolicy",
     ("FlattenExtractor", "DQNPolicy"): "MlpPolicy",
 }
-ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0, "amsgrad": False, "maximize": False}
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False, "maximize": False}
 
 
 def read_sb3(name: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -851,8 +851,7 @@ def sb3_flags(data: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]
     ]
     (group,) = optimizer["param_groups"]
     for option, works in ADAM.items():
-        value = group[option]
-        checks.append((f"optimizer's {option}", list(value) if option == "betas" else value, works))
+        checks.append((f"optimizer's {option}", group.get(option), works))
     for field in fields(Args):
         if field.name in flags and field.type in (int, float):
             value = flags[field.name]
