@@ -750,7 +750,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         updates = checkpoint["updates"]
         samples_due = checkpoint["samples_due"]
         seconds_before = checkpoint["elapsed"]
-        same_games = checkpoint["games_of"] == [device.type, args.num_envs, 1]
+        same_games = checkpoint.get("games_of") == [device.type, args.num_envs, 1]
         if not same_games:
             print("new games: those of the checkpoint need one process, the same --device and --num-envs")
     progress = progress_of(args, global_step, seconds_before)
