@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from rank_runs import descendants, small_flags, start_ranks, wait_until_gone, wait_until_removed
+from rank_runs import WHOLE_SCRIPT, descendants, start_ranks, wait_until_gone, wait_until_removed
 from small_runs import OTHER_SHAPE, ROOT, checkpoint, files_of, load, network_of, refusal, scalars, weights_of
 
 STREAMS = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -294,15 +294,13 @@ torch.save = die
 
 def test_a_run_that_is_killed_while_it_saves_leaves_the_checkpoint_before(script, trained, tmp_path) -> None:
     before = (trained / "checkpoint.pt").read_bytes()
-    steps = 2 * load(trained)["global_step"]
-    flags = small_flags(script.name, resume=str(trained), run_name=None, total_timesteps=steps)
-    if script.has_replay:
-        flags["checkpoint_replay"] = True
-    (run,) = start_ranks(tmp_path, script.name, flags, before=KILL, ranks=1)
+    steps = load(trained)["global_step"]
+    argv = [str(ROOT / f"{script.name}.py"), *longer(script, trained)]
+    (run,) = start_ranks(tmp_path, script.name, {}, before=KILL + WHOLE_SCRIPT.format(argv=argv), ranks=1)
     run.communicate(timeout=120)
     assert run.returncode == -signal.SIGKILL
     assert (trained / "checkpoint.pt").read_bytes() == before
-    assert script.cli(*longer(script, trained))["env_steps"] > steps // 2
+    assert script.cli(*longer(script, trained))["env_steps"] > steps
     assert not list(trained.glob("*.tmp"))
 
 
