@@ -54,7 +54,7 @@ from envs.playing import play, show_in_terminal, write_gif
 from envs.snake.rules import VARIANTS, SnakeEnv
 
 SCRIPT = Path(__file__).stem
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 MAX_GAMES = 10_000  # of --num-envs and --eval-episodes
 EVAL_SEED = 2**31 - MAX_GAMES  # above the seeds of all training games
 
@@ -266,7 +266,7 @@ def make_envs(args: Args, num_envs: int, **kwargs: Any) -> list[gym.Env]:
             kwargs["board"] = (int(rows), int(columns or 0))
         envs = [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(num_envs)]
     except Exception as error:  # a game's code may raise anything
-        board = f" --board {args.board}" if args.board else ""
+        board = f" --board {args.board}" if args.board is not None else ""
         fail(f"--env-id {args.env_id}{board}: {str(error)[:200]}; {', '.join(VARIANTS)} and Gymnasium's ids work")
     observations = envs[0].observation_space
     actions = envs[0].action_space
@@ -1035,6 +1035,11 @@ class PhaseTimer:
 
 
 def open_run_folder(args: Args, folder: Path, global_step: int) -> SummaryWriter:
+    if args.wandb:
+        try:
+            import wandb
+        except ImportError:
+            fail("--wandb: the package is missing; pip install wandb")
     try:
         folder.mkdir(parents=True, exist_ok=args.resume is not None)
     except FileExistsError:
@@ -1042,10 +1047,6 @@ def open_run_folder(args: Args, folder: Path, global_step: int) -> SummaryWriter
     args_json = json.dumps({"script": SCRIPT, **vars(args)}, indent=2)
     (folder / "args.json").write_text(args_json)
     if args.wandb:
-        try:
-            import wandb
-        except ImportError:
-            fail("--wandb: the package is missing; pip install wandb")
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
     writer = SummaryWriter(folder, purge_step=global_step + 1)
     writer.add_text("args", f"```\n{args_json}\n```")

@@ -49,7 +49,7 @@ from envs.playing import play_parallel, show_in_terminal, write_gif
 from envs.workers import LocalEnvs, SubprocEnvs, WorkerLost
 
 SCRIPT = Path(__file__).stem
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 6
 EVAL_SEED = 2**31  # above every --seed
 GIF_FRAMES = 300
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these four
@@ -903,8 +903,8 @@ class Learner:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.agent.load_state_dict(saved["agent"])
-        load_optimizer(self.adam, saved["optimizer"])
-        load_optimizer(self.muon, saved["muon"])
+        load_optimizer(self.adam, saved["optimizer"], ["exp_avg", "exp_avg_sq"])
+        load_optimizer(self.muon, saved["muon"], ["momentum_buffer"])
         self.scaler.load_state_dict(saved["scaler"])
         self.updates = saved["updates"]
 
@@ -1089,6 +1089,11 @@ def average_gradients(weights: list[Tensor]) -> None:
 
 
 def open_run_folder(args: Args, folder: Path, global_step: int) -> SummaryWriter:
+    if args.wandb:
+        try:
+            import wandb
+        except ImportError:
+            fail("--wandb: the package is missing; pip install wandb")
     try:
         folder.mkdir(parents=True, exist_ok=args.resume is not None)
     except FileExistsError:
@@ -1096,10 +1101,6 @@ def open_run_folder(args: Args, folder: Path, global_step: int) -> SummaryWriter
     args_json = json.dumps({"script": SCRIPT, **vars(args)}, indent=2)
     (folder / "args.json").write_text(args_json)
     if args.wandb:
-        try:
-            import wandb
-        except ImportError:
-            fail("--wandb: the package is missing; pip install wandb")
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
     writer = SummaryWriter(folder, purge_step=global_step + 1)
     writer.add_text("args", f"```\n{args_json}\n```")
@@ -1149,12 +1150,12 @@ def load_checkpoint(args: Args) -> tuple[Path, dict]:
     return path, checkpoint
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict, moments: list[str]) -> None:
     """Fused Adam would read moments of another shape past their end."""
     optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
-    for weight, moments in optimizer.state.items():
-        for name, moment in moments.items():
-            if name != "step" and moment.shape != weight.shape:
+    for weight, state in optimizer.state.items():
+        for name in moments:
+            if state[name].shape != weight.shape:
                 raise ValueError(f"its {name} has another shape than the weight")
 
 
@@ -1246,7 +1247,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
         folder = path.parent
         global_step = checkpoint["global_step"]
         seconds_before = checkpoint["elapsed"]
-        same_games = can_save_games and checkpoint["games_of"] == games_of
+        same_games = can_save_games and checkpoint.get("games_of") == games_of
         if not same_games:
             print("new games: only those of one process, with the same --device and --num-envs, are in a checkpoint")
     progress = progress_of(args, global_step, seconds_before)

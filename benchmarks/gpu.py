@@ -189,7 +189,7 @@ def sb3_transformer(flags: str, seconds: float) -> dict:
     compat = importlib.import_module("dqn_snake_sb3_compat")
     args = tyro.cli(compat.Args, args=shlex.split(flags))
     torch.set_num_threads(args.threads)
-    names = f"{compat.PLAIN_HYPERPARAMETERS} learning_rate train_freq"
+    names = " ".join([*compat.SAME_NAMES, "learning_rate", "train_freq"])
     settings = {name: getattr(args, name) for name in names.split()}
     network = {
         "features_extractor_class": compat.Transformer,
@@ -242,7 +242,9 @@ def gpu_plan(sizes: GpuSizes, device: torch.device) -> list[tuple]:
     add("matmul", sizes.matmul_side, 20, bf16_matmul_rate, side=sizes.matmul_side, **alone)
     for switch in GPU_SWITCHES["snake"]:
         add_run("snake", switch, 25)
-    learn = f"{sizes.snake} {sizes.learn} --bf16 --cudagraph"
+    learn = f"{sizes.snake} {sizes.learn} --bf16"
+    if device.type == "cuda":
+        learn += " --cudagraph"
     add("food", learn, 345, learning_run, flags=f"{where} {learn}")
     for width in sizes.snake_widths:
         add("snake alone", width, 20, snake_rates, widths=(width,), **alone)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import tyro
 from torch.utils.flop_counter import FlopCounterMode
 
 import ppo_metta
@@ -21,7 +22,9 @@ REAL_METTAGRID = "--env-id mettagrid --vec-env subproc"
 def metta_args(flags: str, device: str) -> ppo_metta.Args:
     """All arguments of a run. The number of threads of this process stays."""
     threads = torch.get_num_threads()
-    args = ppo_metta.parse_args(shlex.split(flags))
+    words = shlex.split(flags)
+    preset = tyro.cli(ppo_metta.Args, args=words).preset
+    args = tyro.cli(ppo_metta.Args, args=words, default=ppo_metta.PRESETS[preset])
     args = ppo_metta.fill_defaults(args, torch.device(device))
     torch.set_num_threads(threads)
     return args
@@ -142,7 +145,7 @@ def metta_latency(flags: str, seconds: float, device: str) -> dict[str, Any]:
     args = metta_args(flags, device)
     where = torch.device(device)
     agent, obs = metta_agent(args, where)
-    dtype = ppo_metta.pick_precision(args.bf16, args.fp16, args.tf32, where)
+    dtype = ppo_metta.pick_precision(args, where)
     generator = torch.Generator(where).manual_seed(1)
 
     @torch.no_grad()
@@ -168,8 +171,7 @@ def metta_latency(flags: str, seconds: float, device: str) -> dict[str, Any]:
             ppo_metta.sample(logits, generator)
 
         if args.cudagraph and device == "cuda":
-            timer = ppo_metta.PhaseTimer(where)
-            act = ppo_metta.CUDAGraphStep(act, generator, timer)
+            act = ppo_metta.CUDAGraphStep(act, generator)
         found[name] = latency_percentiles(act, seconds, device)
     return found
 

@@ -114,7 +114,7 @@ def test_evaluation_stops_the_clock_of_a_run(tmp_path, monkeypatch) -> None:
     found = harness.eval_curve(tmp_path / "runs" / "short")
     seconds = [at for at, _ in found]
     assert seconds == sorted(seconds) and found[-1][1] == pytest.approx(summary["eval_score_mean"])
-    assert len(found) == 21
+    assert len(found) == 20
     assert seconds[-1] == pytest.approx(summary["env_steps"] / summary["env_steps_per_second"], rel=0.2)
 
 
