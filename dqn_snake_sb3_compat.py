@@ -1089,7 +1089,8 @@ def load_checkpoint(args: Args) -> tuple[Path, dict]:
             value = checkpoint["args"][field.name]
             if value not in get_args(field.type) and not isinstance(value, field.type):
                 raise ValueError(f"its {field.name} is {value}")
-        if min(checkpoint["global_step"], checkpoint["elapsed"]) < 0:
+        numbers = ["global_step", "updates", "episodes", "imported_steps", "imported_episodes", "elapsed"]
+        if min(checkpoint[number] for number in numbers) < 0:
             raise ValueError("its counters are negative")
     except Exception as error:
         fail(f"--{flag} {name}: {path} cannot be loaded ({error}); a checkpoint, a run folder or latest works")

@@ -1153,9 +1153,9 @@ def load_checkpoint(args: Args) -> tuple[Path, dict]:
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict, moments: list[str]) -> None:
     """Fused Adam would read moments of another shape past their end."""
     optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
-    for weight, state in optimizer.state.items():
+    for weight in optimizer.param_groups[0]["params"] if saved else []:  # nothing is saved before the first update
         for name in moments:
-            if state[name].shape != weight.shape:
+            if optimizer.state[weight][name].shape != weight.shape:
                 raise ValueError(f"its {name} has another shape than the weight")
 
 
@@ -1547,7 +1547,7 @@ if __name__ == "__main__":
             fail("out of memory: a smaller --num-envs, --num-steps or --eval-episodes, or more --num-minibatches works")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"--compile: failed ({error}); --no-compile works")
-        if "No available kernel" in str(error):
+        if "No available kernel" in str(error) or "scaled_dot_product_attention" in str(error):
             fail("--sdpa: this attention kernel does not work here; auto works")
         if isinstance(error, (OSError, WorkerLost)) or RANKS > 1:  # in a torchrun job another process may have ended
             fail(str(error))

@@ -542,7 +542,8 @@ def load_checkpoint(args: Args) -> tuple:
 def load_adam(optimizer: torch.optim.Adam, saved: dict) -> None:
     """Fused Adam would read moments of another shape past their end."""
     optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
-    for weight, moments in optimizer.state.items():
+    for weight in optimizer.param_groups[0]["params"] if saved else []:  # nothing is saved before the first update
+        moments = optimizer.state[weight]
         if not moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape:
             raise ValueError("Adam's moments have other shapes than the weights")
 

@@ -113,7 +113,7 @@ def test_a_worker_that_is_lost_ends_the_run_with_a_checkpoint_and_one_line(scrip
     workers = [pid for pid in descendants(run.pid) if "spawn_main" in command_of(pid)]
     os.kill(workers[0], signal.SIGKILL)
     _, err = run.communicate(timeout=60)
-    assert run.returncode == 1 and err.count("\n") == 1, err
+    assert run.returncode == 2 and err.count("\n") == 1, err
     checkpoint = torch.load(script.folder / "run" / "checkpoint.pt", weights_only=True)
     assert checkpoint["global_step"] > 0
     wait_until_gone(set(workers))
