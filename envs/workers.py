@@ -68,10 +68,6 @@ class Ring:
         self.steps = shared_zeros(torch.int64, 1)
         self.fence = make_fence()
 
-    @staticmethod
-    def bytes(num_blocks: int, fields: Fields) -> int:
-        return num_blocks * sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
-
     def counts(self) -> tuple[int, int]:
         """Blocks made, and blocks in flight, both at one moment."""
         while True:
@@ -236,9 +232,13 @@ class Collectors:
         self.head_at_start = [0] * len(rings)
         self.next_check = 0.0
 
-    def start(self) -> None:
+    def start(self, signals: list[int]) -> None:
+        """Start all and wait until each has pushed a block, or until there is a signal."""
         for number in range(len(self.rings)):
             self.processes.append(self.start_process(number))
+        while not signals and not all(ring.head for ring in self.rings):
+            time.sleep(0.01)
+            self.restart_dead()
 
     def start_process(self, number: int) -> Any:
         ring = self.rings[number]
@@ -248,10 +248,6 @@ class Collectors:
         with worker_environment():
             process.start()
         return process
-
-    def all_running(self) -> bool:
-        """Whether each has pushed a block."""
-        return all(ring.head for ring in self.rings)
 
     def restart_dead(self) -> None:
         """Once a second: replace the processes that died. What they had pushed stays in their rings.
@@ -270,7 +266,7 @@ class Collectors:
             if self.rings[number].head.item() > self.head_at_start[number]:
                 self.failed_starts = 0
             if self.failed_starts == 3:
-                raise ChildProcessError("three ended before they played, see above")
+                raise ChildProcessError("three collectors in a row ended before they played, see above")
             self.processes[number] = self.start_process(number)
 
     def stop(self) -> None:
