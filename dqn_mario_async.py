@@ -123,7 +123,7 @@ class Args:
     weight_decay: float = 1e-5
     """AdamW's weight decay"""
     buffer_size: int | None = None
-    """frames in the replay (None: 100,000 on a CPU; on CUDA 1,000,000 or what fits)"""
+    """frames in the replay (None: 100,000 on a CPU, 1,000,000 on CUDA)"""
     gamma: float = 0.97
     """discount factor"""
     n_step: int = 3
@@ -209,12 +209,7 @@ HIGHEST = dict.fromkeys(AT_MOST_1, 1) | {
     "seed": EVAL_SEED - 1,
     "threads": 256,
     "eval_episodes": 100_000,
-    "num_collectors": 256,
     "stack": 64,
-    "skip": 60,
-    "noop_max": 1_000,
-    "size": 480,
-    "n_step": 1_000,
 }
 
 
@@ -229,11 +224,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         "envs_per_collector": 1 if is_real else 16,
         "batch_size": 512 if on_cuda else 32,
         "accumulate": 1,
-        "buffer_size": 100_000,
+        "buffer_size": 1_000_000 if on_cuda else 100_000,
     }
-    if on_cuda:
-        fitting = int(0.8 * torch.cuda.mem_get_info(device)[0] / slot_bytes(args))
-        defaults["buffer_size"] = min(fitting, 1_000_000)
     if args.preset == "original":
         defaults.update(num_collectors=4, batch_size=512, accumulate=4, buffer_size=50_000)
     for name, value in defaults.items():
@@ -256,10 +248,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         fail(f"--batch-size {args.batch_size}: must be a multiple of the {RANKS} processes")
     if args.size < 36:
         fail(f"--size {args.size}: the convolutions need at least 36 pixels")
-    if is_real and args.envs_per_collector != 1:
-        fail(f"--envs-per-collector {args.envs_per_collector}: a process holds one emulator; use more collectors")
-    if is_real and args.num_collectors == 0:
-        fail("--num-collectors 0: this process needs its only emulator for evaluations; 1 or more work")
+    if is_real and (args.envs_per_collector > 1 or args.num_collectors == 0):
+        fail("--envs-per-collector, --num-collectors: one emulator per process, so 1 game, and 1 or more collectors")
     num_games = RANKS * max(args.num_collectors, 1) * args.envs_per_collector
     frames_per_game = 2 * args.ring_blocks + args.n_step + args.stack  # of one read, and the frames around it
     lowest = num_games * frames_per_game + args.learning_starts
@@ -462,6 +452,9 @@ STATISTICS = {  # of a game, and their names in TensorBoard
     "length": "charts/episodic_length",
     "return": "charts/episodic_return",
 }
+SECONDS = ["wait_seconds", "act_seconds", "env_seconds"]  # of a collector: waiting to push, acting, playing
+COUNTED = ["steps", "blocks", "reads", "ring_fill", "weight_age", "epsilon", "games", *STATISTICS, *SECONDS]
+COUNTED += ["produced", "in_flight", "restarts"]
 
 
 def block_fields(args: Args) -> Fields:
@@ -475,7 +468,7 @@ def block_fields(args: Args) -> Fields:
         "end": (torch.uint8, (games,)),
         "length": (torch.int64, (games,)),  # steps of the game, with this one
         "statistics": (torch.float32, (games, len(STATISTICS))),
-        "seconds": (torch.float32, (3,)),  # waiting to push, acting, playing
+        "seconds": (torch.float32, (len(SECONDS),)),
         "epsilon": (torch.float32, ()),  # mean over the games
         "updates": (torch.int64, ()),  # before the weights were broadcast
     }
@@ -580,28 +573,24 @@ class Collector:
             block["seconds"] = (time.perf_counter() - start_time, act_seconds, env_seconds)
 
 
-def collector_main(args: Args, number: int, start: int, ring: Ring, broadcast: Broadcast) -> None:
-    """Body of a collector's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    try:
-        collector = Collector(args, number, start, ring, broadcast)
-        while not broadcast.is_over():
-            collector.step()
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        print(f"collector {number}: {type(error).__name__} ({reason})", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
+def count_blocks(stats: Counter, block: dict[str, Tensor]) -> None:
+    """Add what a collector tells in blocks (blocks, games, ...)."""
+    done = block["end"] != RUNNING
+    stats["reads"] += 1
+    stats["blocks"] += len(done)
+    stats["epsilon"] += block["epsilon"].sum().item()
+    stats["games"] += done.sum().item()
+    for names, values in ((SECONDS, block["seconds"]), (STATISTICS, block["statistics"][done])):
+        stats.update(dict(zip(names, values.sum(0).tolist())))
 
 
 def collection_means(stats: Counter) -> dict[str, float]:
     """Of the steps that `stats` counts."""
     seconds = stats["wait_seconds"] + stats["act_seconds"] + stats["env_seconds"]
-    blocks = stats["blocks"] or math.inf
-    reads = stats["reads"] or math.inf
+    blocks = max(stats["blocks"], 1)
+    reads = max(stats["reads"], 1)
     return {
-        "wait_fraction": stats["wait_seconds"] / (seconds or math.inf),
+        "wait_fraction": stats["wait_seconds"] / max(seconds, 1e-9),
         "producer_wait_ms_mean": 1000 * stats["wait_seconds"] / blocks,
         "ring_fill": stats["ring_fill"] / reads,
         "weight_age": stats["weight_age"] / reads,  # in updates
@@ -609,11 +598,6 @@ def collection_means(stats: Counter) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------------------------------- the replay
-
-
-def slot_bytes(args: Args) -> int:
-    """Memory of one frame in the replay."""
-    return args.size**2 + 12
 
 
 class ReplayBuffer:
@@ -1190,10 +1174,6 @@ def main(args: Args) -> dict:
     return scores
 
 
-COUNTED = ["steps", "blocks", "reads", "ring_fill", "weight_age", "epsilon", "games", *STATISTICS]
-COUNTED += ["wait_seconds", "act_seconds", "env_seconds", "produced", "in_flight", "starts", "restarts"]
-
-
 def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitStack) -> dict:
     start_time = time.perf_counter()
     if RANKS > 1:
@@ -1232,7 +1212,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     # Without collectors the next step must not depend on how long a copy takes.
     publisher = Publisher(broadcast, asynchronous=device.type == "cuda" and args.num_collectors > 0)
     worker_args = replace(args, seed=seed)
-    collectors = Collectors(partial(collector_main, worker_args), rings[: args.num_collectors], broadcast)
+    collectors = Collectors(partial(Collector, worker_args), rings[: args.num_collectors], broadcast)
     cleanup.callback(collectors.stop)
     collector = None  # in this process
     if args.num_collectors == 0:
@@ -1282,19 +1262,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             if blocks == 0:
                 continue
             replay.add(number * num_games, block)
-            done = block["end"] != RUNNING
-            wait_seconds, act_seconds, env_seconds = block["seconds"].sum(0).tolist()
-            stats["reads"] += 1
-            stats["blocks"] += blocks
+            count_blocks(stats, block)
             stats["ring_fill"] += blocks / args.ring_blocks
             stats["weight_age"] += learner.updates - block["updates"][-1].item()
-            stats["epsilon"] += block["epsilon"].sum().item()
-            stats["wait_seconds"] += wait_seconds
-            stats["act_seconds"] += act_seconds
-            stats["env_seconds"] += env_seconds
-            stats["games"] += done.sum().item()
-            for name, values in zip(STATISTICS, block["statistics"][done].T):
-                stats[name] += values.sum().item()
             ring.release(blocks)
             new_steps += blocks * num_games
         return new_steps
@@ -1399,7 +1369,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
                 blocks_made, blocks_in_flight = ring.counts()
                 stats["produced"] += num_games * blocks_made
                 stats["in_flight"] += num_games * blocks_in_flight
-            stats["starts"] = collectors.starts
             stats["restarts"] = collectors.restarts
             counted = torch.tensor([stats[name] for name in COUNTED], dtype=torch.float64)
             log_stats = Counter(dict(zip(COUNTED, (mean_over_ranks(counted) * RANKS).tolist())))
@@ -1419,8 +1388,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
                 "produced": made,
                 "stored": global_step,
                 "in_flight": in_flight,
-                "lost": made - global_step - in_flight,  # at most one block for each start of a collector
-                "starts": round(log_stats["starts"]),
+                "lost": made - global_step - in_flight,  # at most a block of each collector that died
                 "restarts": round(log_stats["restarts"]),
             }
             means = collection_means(log_stats)
@@ -1503,7 +1471,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
         "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
         "train_fraction": timer.total["learn"] / busy_seconds,
         "experience_rate": new_steps / busy_seconds,
-        "replay_kib_per_transition": slot_bytes(args) / 1024,
+        "replay_kib_per_transition": sum(x.nbytes for x in replay.state_dict().values()) / len(replay.end) / 1024,
         **collected,
         **collection_means(total),
         **scores,

@@ -216,13 +216,14 @@ def worker_environment() -> Iterator[None]:
 
 
 class Collectors:
-    """Processes that run `target(number, start, ring, broadcast)`: replaced when they die, and stopped at the end.
+    """Processes that call `step()` of a `make_collector(number, start, ring, broadcast)`.
 
-    Each has a ring of its own. `starts` counts all that were ever started, so that no two of them play the same games.
+    They are replaced when they die, and stopped at the end. Each has its own ring. `starts` counts all processes that
+    were started, so that no two of them play the same games.
     """
 
-    def __init__(self, target: Callable, rings: list[Ring], broadcast: Broadcast) -> None:
-        self.target = target
+    def __init__(self, make_collector: Callable, rings: list[Ring], broadcast: Broadcast) -> None:
+        self.make_collector = make_collector
         self.rings = rings
         self.broadcast = broadcast
         self.processes = []
@@ -243,7 +244,8 @@ class Collectors:
     def start_process(self, number: int) -> Any:
         ring = self.rings[number]
         self.head_at_start[number] = ring.head.item()
-        process = SPAWN.Process(target=self.target, args=(number, self.starts, ring, self.broadcast), daemon=True)
+        arguments = (self.make_collector, number, self.starts, ring, self.broadcast)
+        process = SPAWN.Process(target=collector_main, args=arguments, daemon=True)
         self.starts += 1
         with worker_environment():
             process.start()
@@ -277,6 +279,21 @@ class Collectors:
             process.join(max(deadline - time.monotonic(), 0))
             process.kill()
             process.join()
+
+
+def collector_main(make_collector: Callable, number: int, start: int, ring: Ring, broadcast: Broadcast) -> None:
+    """Body of a collector's process."""
+    for signal_number in SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    try:
+        collector = make_collector(number, start, ring, broadcast)
+        while not broadcast.is_over():
+            collector.step()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        print(f"collector {number}: {type(error).__name__} ({reason})", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
 
 
 # ------------------------------------------------------------------------------------- games in worker processes
