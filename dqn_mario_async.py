@@ -1382,16 +1382,12 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             logged_updates = learner.updates
             losses = (mean_over_ranks(learner.loss_sum) / max(new_updates, 1)).tolist()
             learner.loss_sum.zero_()
-            made = first_step + round(log_stats["produced"])
-            in_flight = round(log_stats["in_flight"])
-            collected = {
-                "produced": made,
-                "stored": global_step,
-                "in_flight": in_flight,
-                "lost": made - global_step - in_flight,  # at most a block of each collector that died
-                "restarts": round(log_stats["restarts"]),
-            }
-            means = collection_means(log_stats)
+            collected = collection_means(log_stats)
+            collected["produced"] = first_step + round(log_stats["produced"])
+            collected["stored"] = global_step
+            collected["in_flight"] = round(log_stats["in_flight"])
+            collected["lost"] = collected["produced"] - global_step - collected["in_flight"]  # by those that died
+            collected["restarts"] = round(log_stats["restarts"])
             blocks = max(log_stats["blocks"], 1)
             games = log_stats["games"]
             per_game = {name: log_stats[name] / max(games, 1) for name in STATISTICS}
@@ -1414,16 +1410,16 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
                     scalars[f"losses/{name}"] = loss
             for phase, phase_seconds in phases.items():
                 scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * num_games / max(new_steps, 1)
-            for name, value in [*collected.items(), *means.items()]:
+            for name, value in collected.items():
                 scalars[f"collect/{name}"] = value
             if device.type == "cuda":
                 scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             if RANK == 0:
                 for name, value in scalars.items():
                     writer.add_scalar(name, value, global_step)
-            line = f"[COLLECT] produced {made:,}  stored {global_step:,}  in flight {in_flight:,}"
-            line += f"  SPS {scalars['charts/SPS']:,.0f}  waiting {means['wait_fraction']:.0%}"
-            line += f"  weights {means['weight_age']:.1f} updates old"
+            line = f"[COLLECT] produced {collected['produced']:,}  stored {global_step:,}"
+            line += f"  in flight {collected['in_flight']:,}  SPS {scalars['charts/SPS']:,.0f}"
+            line += f"  waiting {collected['wait_fraction']:.0%}  weights {collected['weight_age']:.1f} updates old"
             print(f"{line}  distance {per_game['distance']:.0f}  flags {per_game['flag']:.0%}")
             line = f"[TRAIN]   {min(progress, 1):4.0%}  updates {learner.updates:,}"
             line += (
@@ -1507,12 +1503,10 @@ if __name__ == "__main__":
     except BrokenPipeError:  # the reader is gone (`| head`)
         os._exit(141)
     except (OSError, MemoryError, RuntimeError) as error:
-        problem = str(error)
-        is_refused = "can't allocate memory" in problem or "allocate shared memory" in problem
-        if is_refused or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-            fail("out of memory: a smaller --batch-size, --buffer-size, --ring-blocks or --hidden-size works")
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            fail("out of memory: a smaller --batch-size, --buffer-size, --hidden-size or --size works")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"--compile: failed ({error}); --no-compile works")
         if isinstance(error, OSError) or RANKS > 1:  # in a torchrun job another process may have ended
-            fail(problem)
+            fail(str(error))
         raise

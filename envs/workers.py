@@ -30,7 +30,11 @@ Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by na
 
 def shared_zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """In shared memory, whose name is gone from /dev/shm before this returns: whatever crashes, nothing is left."""
-    return torch.zeros(shape, dtype=dtype).share_memory_()
+    tensor = torch.zeros(shape, dtype=dtype)
+    try:
+        return tensor.share_memory_()
+    except RuntimeError as error:
+        raise OSError(f"shared memory: {error}; a smaller --ring-blocks or a larger /dev/shm works") from None
 
 
 class Fence:

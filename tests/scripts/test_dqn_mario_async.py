@@ -1179,9 +1179,9 @@ def test_too_little_shared_memory_is_one_line(tmp_path, monkeypatch, capsys) -> 
     def refuse(*arguments) -> None:
         raise RuntimeError("unable to allocate shared memory(shm) for file </x>: No space left on device (28)")
 
-    monkeypatch.setattr(plumbing, "shared_zeros", refuse)
+    monkeypatch.setattr(torch.Tensor, "share_memory_", refuse)
     line = refusal(capsys, Script("dqn_mario_async", tmp_path).program, *SMALL.split())
-    assert "out of memory: a smaller --batch-size, --buffer-size, --ring-blocks" in line
+    assert "No space left on device (28); a smaller --ring-blocks" in line
 
 
 @pytest.fixture(scope="module")
