@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ def shared_zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     try:
         return tensor.share_memory_()
     except RuntimeError as error:
+        for file in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):  # PyTorch leaves the name of a failed one
+            file.unlink()
         raise OSError(f"shared memory: {error}; a smaller --ring-blocks or a larger /dev/shm works") from None
 
 
