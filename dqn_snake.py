@@ -291,7 +291,9 @@ class AttentionLayer(nn.Module):
     def forward(self, x: Tensor, query: Tensor) -> Tensor:
         q = self.q(self.norm1(query)).unflatten(2, (self.HEADS, -1)).transpose(1, 2)
         k, v = self.kv(self.norm1(x)).unflatten(2, (2, self.HEADS, -1)).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(self.backends):
+        # Evaluation is in fp32, for which flash and cuDNN have no kernel on CUDA.
+        backends = self.backends if self.training else SDPA_BACKENDS["auto"]
+        with sdpa_kernel(backends):
             attended = F.scaled_dot_product_attention(q, k, v)
         query = query + self.out(attended.transpose(1, 2).flatten(2))
         return query + self.down(F.relu_(self.up(self.norm2(query))))
@@ -350,7 +352,10 @@ class QNetwork(nn.Module):
     @torch.no_grad()
     def greedy_move(self, obs: Tensor) -> Tensor:
         """Direction of the highest Q-value (B,): up, right, down or left."""
-        return self(obs).argmax(1)
+        self.eval()
+        move = self(obs).argmax(1)
+        self.train()
+        return move
 
 
 # ------------------------------------------------------------------------------------------------ the algorithm
@@ -784,12 +789,18 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             if same_games:
                 envs.load_state_dict(checkpoint["envs"])
                 generator.set_state(checkpoint["generator"])
-            if args.checkpoint_replay and same_games:
+            if "replay" in checkpoint and args.checkpoint_replay and same_games:
                 replay.load_state_dict(checkpoint["replay"])
             else:
-                print("the replay starts empty: only --checkpoint-replay saves it")
+                print("the replay starts empty: --checkpoint-replay saves it, for the same games")
         except Exception as error:
             fail(f"--resume {args.resume}: {type(error).__name__}: {error}")
+    if args.sdpa != "auto":
+        try:
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                q_network(obs[:1])
+        except RuntimeError as error:
+            fail(f"--sdpa {args.sdpa}: does not run here in {dtype} ({error}); auto works")
     learning_rate = optimizer.param_groups[0]["lr"]  # a tensor, as all that changes in a CUDA graph
 
     epsilon = torch.tensor(args.start_e, device=device)
@@ -865,11 +876,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         zeros = torch.zeros(args.batch_size // RANKS, device=device)
         boards = obs[zeros.long()]
         td_loss(boards, zeros.to(torch.int8), zeros, zeros.clone(), boards.clone())[0].backward()
-    if args.sdpa != "auto":
-        try:
-            policy(obs)
-        except RuntimeError as error:
-            fail(f"--sdpa {args.sdpa}: does not run here in {precision} ({error}); auto works")
     if args.cudagraph:
         act_step_and_store = CUDAGraphStep(act_step_and_store, generator)
         update = CUDAGraphStep(update, generator)

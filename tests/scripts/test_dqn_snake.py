@@ -153,6 +153,33 @@ def test_attention_kernels_agree_with_attention_written_out(monkeypatch) -> None
         torch.testing.assert_close(output, outputs[2], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_kernel_that_does_not_run_is_named_and_leaves_no_run_folder(run, capsys, tmp_path, compiled) -> None:
+    with pytest.raises(SystemExit) as error:
+        run(run_name="refused", network="attention", sdpa="cudnn", compile=compiled)
+    message = capsys.readouterr().err
+    assert error.value.code == 2 and message.count("\n") == 1 and "--sdpa cudnn: does not run here" in message
+    assert not list(tmp_path.rglob("refused*"))
+
+
+def test_a_replay_that_was_not_saved_starts_empty(run, capsys) -> None:
+    _, folder = run()
+    run(resume=str(folder), checkpoint_replay=True, total_timesteps=3240)
+    assert "the replay starts empty" in capsys.readouterr().out
+    assert "replay" in load(folder)
+
+
+def test_evaluation_needs_no_kernel_of_training() -> None:
+    q_network, obs = network(network="attention", sdpa="cudnn"), boards(8)
+    with pytest.raises(RuntimeError):
+        q_network(obs)
+    other = network(network="attention")
+    other.load_state_dict(q_network.state_dict())
+    assert torch.equal(q_network.greedy_move(obs), other.greedy_move(obs))
+    with pytest.raises(RuntimeError):  # the next update uses the backend that --sdpa names
+        q_network(obs)
+
+
 @pytest.mark.parametrize("kind", ["mlp", "attention"])
 def test_networks_see_where_the_body_lies(kind: str) -> None:
     q_network, obs = network(network=kind), boards(20)
