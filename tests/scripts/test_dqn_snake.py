@@ -92,13 +92,17 @@ def test_replay_samples_only_what_it_holds() -> None:
     assert counts[0] == 0 and counts[1:].min() > 1200
 
 
-def test_truncation_bootstraps_and_termination_does_not(run) -> None:
-    _, folder = run(checkpoint_replay=True, gamma=0.5, board="4x4", total_timesteps=4000)
+def test_truncation_bootstraps_and_termination_does_not(run, monkeypatch) -> None:
+    monkeypatch.setitem(dqn_snake.VARIANTS["Snake-v0"], "step_limit", 4)
+    _, folder = run(checkpoint_replay=True, gamma=0.5, board="4x4", total_timesteps=1920)
     saved = checkpoint(folder)
-    dies = saved["replay.reward"] == -1
     size = saved["replay.size"].item()
-    assert dies[:size].any() and (saved["replay.discount"][:size][dies[:size]] == 0).all()
-    assert (saved["replay.discount"][:size][~dies[:size]] == 0.5).all()
+    discount = saved["replay.discount"][:size]
+    dies = saved["replay.reward"][:size] == -1
+    goes_on = (saved["replay.next_obs"][: size - 1] == saved["replay.obs"][1:size]).flatten(2).all(2)
+    is_truncated = ~goes_on & ~dies[:-1]
+    assert dies.any() and (discount[dies] == 0).all()
+    assert is_truncated.any() and (discount[~dies] == 0.5).all()
 
 
 # ------------------------------------------------------------------------------------------------ networks
