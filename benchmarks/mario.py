@@ -284,7 +284,7 @@ def real_game_ends(run: str, games: int) -> list[list]:
     """Greedy games of a trained agent: distance in pixels, and "flag", "dead" or "stuck"."""
     script = dqn_mario_async
     cpu = torch.device("cpu")
-    _, checkpoint = script.load_checkpoint("--evaluate", run, "runs")
+    _, checkpoint = script.load_checkpoint(script.Args(evaluate=run))
     args = script.Args(**checkpoint["args"])
     q_network = script.QNetwork(args, cpu)
     q_network.load_state_dict(checkpoint["q_network"])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,13 @@ Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by na
 
 def shared_zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """In shared memory, whose name is gone from /dev/shm before this returns: whatever crashes, nothing is left."""
-    return torch.zeros(shape, dtype=dtype).share_memory_()
+    tensor = torch.zeros(shape, dtype=dtype)
+    try:
+        return tensor.share_memory_()
+    except RuntimeError as error:
+        for file in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):  # PyTorch leaves the name of a failed one
+            file.unlink()
+        raise OSError(f"shared memory: {error}; a smaller --ring-blocks or a larger /dev/shm works") from None
 
 
 class Fence:
@@ -67,10 +74,6 @@ class Ring:
         self.tail = shared_zeros(torch.int64, 1)
         self.steps = shared_zeros(torch.int64, 1)
         self.fence = make_fence()
-
-    @staticmethod
-    def bytes(num_blocks: int, fields: Fields) -> int:
-        return num_blocks * sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
 
     def counts(self) -> tuple[int, int]:
         """Blocks made, and blocks in flight, both at one moment."""
@@ -220,13 +223,14 @@ def worker_environment() -> Iterator[None]:
 
 
 class Collectors:
-    """Processes that run `target(number, start, ring, broadcast)`: replaced when they die, and stopped at the end.
+    """Processes that call `step()` of a `make_collector(number, start, ring, broadcast)`.
 
-    Each has a ring of its own. `starts` counts all that were ever started, so that no two of them play the same games.
+    They are replaced when they die, and stopped at the end. Each has its own ring. `starts` counts all processes that
+    were started, so that no two of them play the same games.
     """
 
-    def __init__(self, target: Callable, rings: list[Ring], broadcast: Broadcast) -> None:
-        self.target = target
+    def __init__(self, make_collector: Callable, rings: list[Ring], broadcast: Broadcast) -> None:
+        self.make_collector = make_collector
         self.rings = rings
         self.broadcast = broadcast
         self.processes = []
@@ -236,22 +240,23 @@ class Collectors:
         self.head_at_start = [0] * len(rings)
         self.next_check = 0.0
 
-    def start(self) -> None:
+    def start(self, signals: list[int]) -> None:
+        """Start all and wait until each has pushed a block, or until there is a signal."""
         for number in range(len(self.rings)):
             self.processes.append(self.start_process(number))
+        while not signals and not all(ring.head for ring in self.rings):
+            time.sleep(0.01)
+            self.restart_dead()
 
     def start_process(self, number: int) -> Any:
         ring = self.rings[number]
         self.head_at_start[number] = ring.head.item()
-        process = SPAWN.Process(target=self.target, args=(number, self.starts, ring, self.broadcast), daemon=True)
+        arguments = (self.make_collector, number, self.starts, ring, self.broadcast)
+        process = SPAWN.Process(target=collector_main, args=arguments, daemon=True)
         self.starts += 1
         with worker_environment():
             process.start()
         return process
-
-    def all_running(self) -> bool:
-        """Whether each has pushed a block."""
-        return all(ring.head for ring in self.rings)
 
     def restart_dead(self) -> None:
         """Once a second: replace the processes that died. What they had pushed stays in their rings.
@@ -270,7 +275,7 @@ class Collectors:
             if self.rings[number].head.item() > self.head_at_start[number]:
                 self.failed_starts = 0
             if self.failed_starts == 3:
-                raise ChildProcessError("three ended before they played, see above")
+                raise ChildProcessError("three collectors in a row ended before they played, see above")
             self.processes[number] = self.start_process(number)
 
     def stop(self) -> None:
@@ -281,6 +286,21 @@ class Collectors:
             process.join(max(deadline - time.monotonic(), 0))
             process.kill()
             process.join()
+
+
+def collector_main(make_collector: Callable, number: int, start: int, ring: Ring, broadcast: Broadcast) -> None:
+    """Body of a collector's process."""
+    for signal_number in SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    try:
+        collector = make_collector(number, start, ring, broadcast)
+        while not broadcast.is_over():
+            collector.step()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        print(f"collector {number}: {type(error).__name__} ({reason})", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
 
 
 # ------------------------------------------------------------------------------------- games in worker processes

@@ -9,25 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from small_runs import OF_OLD_SCRIPTS, REWRITTEN
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="ten to a hundred times as many tries in tests/faults")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A rewritten script has the tests of promises, the others the old ones."""
-    kept = []
-    for item in items:
-        values = item.callspec.params.values() if hasattr(item, "callspec") else []
-        is_rewritten = any(getattr(value, "__name__", value) in REWRITTEN for value in values)
-        if item.path.name in OF_OLD_SCRIPTS.split() and is_rewritten:
-            continue
-        if item.path.name == "test_promises.py" and "script" in item.fixturenames and not is_rewritten:
-            continue
-        kept.append(item)
-    items[:] = kept
 
 
 @pytest.fixture(autouse=True)

@@ -95,7 +95,7 @@ class NesGame:
         check_timing(skip, noop_max)
         path = find_rom(rom)
         if importlib.util.find_spec("stable_retro") is None:
-            raise ValueError("SuperMarioBros needs stable-retro: pip install -r requirements-games.txt")
+            raise ValueError("env_id SuperMarioBros: needs stable-retro; pip install -r requirements-games.txt")
         import stable_retro
 
         self.size = size

@@ -12,9 +12,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parents[2]
-REWRITTEN = ["ppo_snake", "dqn_snake", "dqn_snake_sb3_compat", "ppo_metta"]
-OF_OLD_SCRIPTS = "test_common_checkpoints.py test_common_flags.py test_common_switches.py test_common_runs.py "
-OF_OLD_SCRIPTS += "test_fake_cuda.py"
 COMMON = dict(device="cpu", threads=1, eval_every=0.0, log_every=0.1, video=False)
 SMALL = {
     "dqn_snake": dict(
