@@ -1,7 +1,7 @@
 """Double DQN on Mario: collector processes play and never wait, this process learns.
 
     python dqn_mario_async.py                             # 15 minutes, then an evaluation and a GIF
-    python dqn_mario_async.py --preset original           # 4 collectors, 4 batches of 512 per update
+    python dqn_mario_async.py --cudagraph --bf16          # on a GPU
     python dqn_mario_async.py --env-id SuperMarioBros     # the real game, with your own ROM (envs/mario/real.py)
     python dqn_mario_async.py --evaluate latest --render  # watch the last agent play
 
@@ -76,8 +76,6 @@ class Args:
     """folder of all runs"""
     run_name: str | None = None
     """name of this run's folder (None: script, seed and time)"""
-    preset: Literal["none", "original"] = "none"
-    """values of flags that are None: original learns 4 x 512 samples per update, with 4 collectors, 50,000 frames"""
 
     # Environment
     env_id: Literal["MarioLike-v0", "SuperMarioBros"] = "MarioLike-v0"
@@ -138,8 +136,8 @@ class Args:
     """initial exponent of the importance weights, annealed to 1"""
     batch_size: int | None = None
     """samples per gradient, over all processes (None: 32 on a CPU, 512 on CUDA)"""
-    accumulate: int | None = None
-    """gradients per update (None: 1)"""
+    accumulate: int = 1
+    """gradients per update"""
     replay_ratio: float = 8.0
     """maximum number of samples learned per environment step; a learner that cannot keep up learns fewer"""
     learning_starts: int = 5_000
@@ -219,18 +217,14 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     on_cuda = device.type == "cuda"
     is_real = args.env_id == "SuperMarioBros"
     cores = max(CORES // LOCAL_RANKS, 1)
-    defaults = {
-        "num_collectors": min(max(cores - 1, 1), 8),
-        "envs_per_collector": 1 if is_real else 16,
-        "batch_size": 512 if on_cuda else 32,
-        "accumulate": 1,
-        "buffer_size": 1_000_000 if on_cuda else 100_000,
-    }
-    if args.preset == "original":
-        defaults.update(num_collectors=4, batch_size=512, accumulate=4, buffer_size=50_000)
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    if args.num_collectors is None:
+        args.num_collectors = min(max(cores - 1, 1), 8)
+    if args.envs_per_collector is None:
+        args.envs_per_collector = 1 if is_real else 16
+    if args.batch_size is None:
+        args.batch_size = 512 if on_cuda else 32
+    if args.buffer_size is None:
+        args.buffer_size = 1_000_000 if on_cuda else 100_000
     if args.threads is None:
         args.threads = min(max(cores - args.num_collectors, 1), 8)
     if args.max_seconds is None and args.total_timesteps is None:
@@ -452,9 +446,8 @@ STATISTICS = {  # of a game, and their names in TensorBoard
     "length": "charts/episodic_length",
     "return": "charts/episodic_return",
 }
-SECONDS = ["wait_seconds", "act_seconds", "env_seconds"]  # of a collector: waiting to push, acting, playing
-COUNTED = ["steps", "blocks", "reads", "ring_fill", "weight_age", "epsilon", "games", *STATISTICS, *SECONDS]
-COUNTED += ["produced", "in_flight", "restarts"]
+SECONDS = ["wait_seconds", "act_seconds", "env_seconds"]  # of a collector: pushing the block before, acting, playing
+COUNTED = ["steps", "blocks", "reads", "ring_fill", "weight_age", "games", *STATISTICS, *SECONDS]
 
 
 def block_fields(args: Args) -> Fields:
@@ -469,7 +462,6 @@ def block_fields(args: Args) -> Fields:
         "length": (torch.int64, (games,)),  # steps of the game, with this one
         "statistics": (torch.float32, (games, len(STATISTICS))),
         "seconds": (torch.float32, (len(SECONDS),)),
-        "epsilon": (torch.float32, ()),  # mean over the games
         "updates": (torch.int64, ()),  # before the weights were broadcast
     }
 
@@ -493,6 +485,7 @@ class Collector:
         self.actor = Actor(self.q_network, args.actions) if args.envs_per_collector == 1 else None
         self.version = -1  # of the weights
         self.updates = 0
+        self.wait_seconds = 0.0  # of the last push
         self.rng = np.random.default_rng((args.seed, start))
         self.end_e = end_epsilons(args, number, self.rng)
 
@@ -545,10 +538,13 @@ class Collector:
             "end": end,
             "length": info["length"],
             "statistics": np.array([info[name] for name in STATISTICS]).T,
-            "epsilon": epsilon.mean(),
+            "seconds": (self.wait_seconds, act_time - start_time, env_time - act_time),
             "updates": self.updates,
         }
-        self.push(block, act_time - start_time, env_time - act_time)
+        start_time = time.perf_counter()
+        while not self.ring.push(block) and not self.broadcast.is_over():
+            time.sleep(0.0002)
+        self.wait_seconds = time.perf_counter() - start_time
 
     def act(self, epsilon: np.ndarray) -> np.ndarray:
         explore, random_action = self.rng.random((2, len(self.obs)))
@@ -562,23 +558,12 @@ class Collector:
             action[greedy] = self.q_network.greedy_action(self.obs[greedy])
         return action
 
-    def push(self, block: dict[str, Any], act_seconds: float, env_seconds: float) -> None:
-        """Into the ring; waits while it is full."""
-        start_time = time.perf_counter()
-        block["seconds"] = (0.0, act_seconds, env_seconds)
-        while not self.ring.push(block):
-            if self.broadcast.is_over():
-                return
-            time.sleep(0.0002)
-            block["seconds"] = (time.perf_counter() - start_time, act_seconds, env_seconds)
-
 
 def count_blocks(stats: Counter, block: dict[str, Tensor]) -> None:
     """Add what a collector tells in blocks (blocks, games, ...)."""
     done = block["end"] != RUNNING
     stats["reads"] += 1
     stats["blocks"] += len(done)
-    stats["epsilon"] += block["epsilon"].sum().item()
     stats["games"] += done.sum().item()
     for names, values in ((SECONDS, block["seconds"]), (STATISTICS, block["statistics"][done])):
         stats.update(dict(zip(names, values.sum(0).tolist())))
@@ -586,12 +571,9 @@ def count_blocks(stats: Counter, block: dict[str, Tensor]) -> None:
 
 def collection_means(stats: Counter) -> dict[str, float]:
     """Of the steps that `stats` counts."""
-    seconds = stats["wait_seconds"] + stats["act_seconds"] + stats["env_seconds"]
-    blocks = max(stats["blocks"], 1)
     reads = max(stats["reads"], 1)
     return {
-        "wait_fraction": stats["wait_seconds"] / max(seconds, 1e-9),
-        "producer_wait_ms_mean": 1000 * stats["wait_seconds"] / blocks,
+        "producer_wait_ms_mean": 1000 * stats["wait_seconds"] / max(stats["blocks"], 1),
         "ring_fill": stats["ring_fill"] / reads,
         "weight_age": stats["weight_age"] / reads,  # in updates
     }
@@ -1057,13 +1039,10 @@ def open_run_folder(args: Args, folder: Path, global_step: int) -> SummaryWriter
         folder.mkdir(parents=True, exist_ok=args.resume is not None)
     except FileExistsError:
         fail(f"--run-name {folder.name}: {folder} exists; another name or --resume {folder} works")
-    args_json = json.dumps({"script": SCRIPT, **vars(args)}, indent=2)
-    (folder / "args.json").write_text(args_json)
+    (folder / "args.json").write_text(json.dumps({"script": SCRIPT, **vars(args)}, indent=2))
     if args.wandb:
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-    writer = SummaryWriter(folder, purge_step=global_step + 1)
-    writer.add_text("args", f"```\n{args_json}\n```")
-    return writer
+    return SummaryWriter(folder, purge_step=global_step + 1)
 
 
 def save_checkpoint(path: Path, checkpoint: dict) -> None:
@@ -1093,10 +1072,9 @@ def load_checkpoint(args: Args) -> tuple:
         if path.is_dir():
             path = path / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["script"] != SCRIPT:
-            raise ValueError(f"it is one of {checkpoint['script']}.py")
-        if checkpoint["version"] != CHECKPOINT_VERSION or checkpoint["args"].keys() != vars(args).keys():
-            raise ValueError("it was made by another version")
+        made_by = [checkpoint["script"], checkpoint["version"]]
+        if made_by != [SCRIPT, CHECKPOINT_VERSION] or checkpoint["args"].keys() != vars(args).keys():
+            raise ValueError(f"made by another script or version, {made_by}")
         for field in fields(Args):
             value = checkpoint["args"][field.name]
             if value not in get_args(field.type) and not isinstance(value, field.type):
@@ -1112,8 +1090,7 @@ def load_checkpoint(args: Args) -> tuple:
 def load_adam(optimizer: torch.optim.Adam, saved: dict) -> None:
     """Fused Adam would read moments of another shape past their end."""
     optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
-    for weight in optimizer.param_groups[0]["params"] if saved else []:  # nothing is saved before the first update
-        moments = optimizer.state[weight]
+    for weight, moments in optimizer.state.items():
         if not moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape:
             raise ValueError("Adam's moments have other shapes than the weights")
 
@@ -1144,9 +1121,10 @@ def parse_args() -> Args:
 
 def main(args: Args) -> dict:
     """Train, or with --evaluate play. Returns what summary.json holds, or the scores."""
-    if args.device == "cuda" and not torch.cuda.is_available():
+    has_cuda = torch.cuda.is_available()
+    if args.device == "cuda" and not has_cuda:
         fail("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if has_cuda and args.device != "cpu" else "cpu")
     args = fill_defaults(args, device)
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # with 7 % of AdamW's first moments denormal, a step took 1.6 ms, not 0.5
@@ -1196,8 +1174,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
         same_games = can_continue and checkpoint.get("games_of") == games_of
     progress = progress_of(args, global_step, seconds_before)
     if progress >= 1:
-        done = f"its run is over after {global_step:,} steps and {seconds_before:.0f} s"
-        fail(f"--resume {args.resume}: {done}; a larger --total-timesteps or --max-seconds works")
+        fail(f"--resume {args.resume}: the run is over; a larger --total-timesteps or --max-seconds works")
 
     seed = args.seed
     if not same_games and global_step + RANK > 0:
@@ -1365,11 +1342,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             timer.lap()
         if is_last or seconds >= last_log + args.log_every:
             last_log = seconds
-            for ring in rings:
-                blocks_made, blocks_in_flight = ring.counts()
-                stats["produced"] += num_games * blocks_made
-                stats["in_flight"] += num_games * blocks_in_flight
-            stats["restarts"] = collectors.restarts
             counted = torch.tensor([stats[name] for name in COUNTED], dtype=torch.float64)
             log_stats = Counter(dict(zip(COUNTED, (mean_over_ranks(counted) * RANKS).tolist())))
             total.update(log_stats)
@@ -1383,28 +1355,23 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             losses = (mean_over_ranks(learner.loss_sum) / max(new_updates, 1)).tolist()
             learner.loss_sum.zero_()
             collected = collection_means(log_stats)
-            collected["produced"] = first_step + round(log_stats["produced"])
+            collected["produced"] = first_step + round(clock(produced())[2] * RANKS)
             collected["stored"] = global_step
-            collected["in_flight"] = round(log_stats["in_flight"])
-            collected["lost"] = collected["produced"] - global_step - collected["in_flight"]  # by those that died
-            collected["restarts"] = round(log_stats["restarts"])
             blocks = max(log_stats["blocks"], 1)
-            games = log_stats["games"]
-            per_game = {name: log_stats[name] / max(games, 1) for name in STATISTICS}
+            games = max(log_stats["games"], 1)
             scalars = {
                 "charts/SPS": new_steps / log_seconds,
                 "charts/updates_per_second": new_updates / log_seconds,
                 "charts/samples_per_second": new_samples / log_seconds,
                 "charts/replay_ratio": new_samples / max(new_steps, 1),
-                "charts/epsilon": log_stats["epsilon"] / blocks,
                 "losses/learning_rate": learner.optimizer.param_groups[0]["lr"].item(),
                 "perf/rollout_fraction": 1 - phases["learn"] / log_seconds,
                 "perf/act_ms": 1000 * log_stats["act_seconds"] / blocks,
                 "perf/env_ms": 1000 * log_stats["env_seconds"] / blocks,
             }
-            if games:
+            if log_stats["games"]:
                 for name, tag in STATISTICS.items():
-                    scalars[tag] = per_game[name]
+                    scalars[tag] = log_stats[name] / games
             if new_updates:
                 for name, loss in zip(LOSSES, losses):
                     scalars[f"losses/{name}"] = loss
@@ -1412,21 +1379,18 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
                 scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * num_games / max(new_steps, 1)
             for name, value in collected.items():
                 scalars[f"collect/{name}"] = value
-            if device.type == "cuda":
-                scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             if RANK == 0:
                 for name, value in scalars.items():
                     writer.add_scalar(name, value, global_step)
             line = f"[COLLECT] produced {collected['produced']:,}  stored {global_step:,}"
-            line += f"  in flight {collected['in_flight']:,}  SPS {scalars['charts/SPS']:,.0f}"
-            line += f"  waiting {collected['wait_fraction']:.0%}  weights {collected['weight_age']:.1f} updates old"
-            print(f"{line}  distance {per_game['distance']:.0f}  flags {per_game['flag']:.0%}")
-            line = f"[TRAIN]   {min(progress, 1):4.0%}  updates {learner.updates:,}"
-            line += (
-                f"  updates/s {scalars['charts/updates_per_second']:.1f}  ratio {scalars['charts/replay_ratio']:.2f}"
-            )
-            line += f"  loss {losses[0]:.4f}  q {losses[1]:.2f}  epsilon {scalars['charts/epsilon']:.3f}"
-            print(f"{line}  greedy flags {scores.get('eval_flags', math.nan):.0%}")
+            line += f"  SPS {scalars['charts/SPS']:,.0f}  waiting {collected['producer_wait_ms_mean']:.1f} ms"
+            line += f"  weights {collected['weight_age']:.1f} updates old"
+            line += f"  distance {log_stats['distance'] / games:.0f}  flags {log_stats['flag'] / games:.0%}\n"
+            line += f"[TRAIN]   {min(progress, 1):4.0%}  updates {learner.updates:,}"
+            line += f"  updates/s {scalars['charts/updates_per_second']:.1f}"
+            line += f"  ratio {scalars['charts/replay_ratio']:.2f}  loss {losses[0]:.4f}  q {losses[1]:.2f}"
+            line += f"  greedy flags {scores.get('eval_flags', math.nan):.0%}"
+            print(line)
             if not math.isfinite(losses[0]):
                 fail(f"--learning-rate {args.learning_rate:g}: the loss is {losses[0]}; a lower one works")
             timer.lap("log")
@@ -1457,7 +1421,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
         "precision": precision,
         "compiled": args.compile,
         "cudagraph": args.cudagraph,
-        "sdpa": None,
         "env_steps": global_step,
         "wall_seconds": seconds,
         "env_steps_per_second": new_steps / busy_seconds,
@@ -1466,8 +1429,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
         "replay_ratio": new_samples / max(new_steps, 1),
         "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
         "train_fraction": timer.total["learn"] / busy_seconds,
-        "experience_rate": new_steps / busy_seconds,
-        "replay_kib_per_transition": sum(x.nbytes for x in replay.state_dict().values()) / len(replay.end) / 1024,
         **collected,
         **collection_means(total),
         **scores,
@@ -1479,12 +1440,11 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     signals.append(0)  # all is saved: from here on a signal ends the program
     rom = f" --rom {args.rom}" if args.rom else ""
     if stop:
-        print(f"\nstopped; python {SCRIPT}.py --resume {folder}{rom} continues from {folder / 'checkpoint.pt'}")
+        print(f"stopped; python {SCRIPT}.py --resume {folder}{rom} continues from {folder / 'checkpoint.pt'}")
     else:
         scores = evaluate_and_log(args.eval_episodes)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
-        print()
         report(q_network, args, scores, folder)
         print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render{rom}")
     writer.close()

@@ -40,7 +40,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from envs.playing import play, show_in_terminal, write_gif
 from envs.snake.batch import SnakeBatch
-from envs.snake.rules import VARIANTS, Rules, SnakeEnv
+from envs.snake.rules import VARIANTS, Rules, SnakeEnv, parse_board
 from envs.snake.view import EgocentricView
 from envs.streams import lane_key
 
@@ -188,9 +188,7 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
 
 def rules_of(args: Args) -> Rules:
     try:
-        rows, columns = args.board.split("x")
-        board = (int(rows), int(columns))
-        return Rules(**VARIANTS[args.env_id] | {"board": board, "observation": "codes"})
+        return Rules(**VARIANTS[args.env_id] | {"board": parse_board(args.board), "observation": "codes"})
     except ValueError:
         fail(f"--board {args.board}: must be rows x columns, 4 to 64 each; 10x10 works")
 
@@ -319,13 +317,11 @@ def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> d
         first_end = (terminated | truncated) & (score < 0)
         score = torch.where(first_end, info["score"], score)
     score = score.double()
-    rules = rules_of(args)
-    full_board = rules.cells - rules.start_length
     return {
         "eval_score_mean": score.mean().item(),
         "eval_score_median": score.median().item(),
         "eval_score_max": score.max().item(),
-        "eval_full_boards": (score == full_board).double().mean().item(),
+        "eval_full_boards": (score == rules_of(args).max_score).double().mean().item(),
         "eval_episodes": episodes,
     }
 
@@ -487,13 +483,10 @@ def open_run_folder(args: Args, folder: Path, global_step: int) -> SummaryWriter
         folder.mkdir(parents=True, exist_ok=args.resume is not None)
     except FileExistsError:
         fail(f"--run-name {folder.name}: {folder} exists; another name or --resume {folder} works")
-    args_json = json.dumps({"script": SCRIPT, **vars(args)}, indent=2)
-    (folder / "args.json").write_text(args_json)
+    (folder / "args.json").write_text(json.dumps({"script": SCRIPT, **vars(args)}, indent=2))
     if args.wandb:
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-    writer = SummaryWriter(folder, purge_step=global_step + 1)
-    writer.add_text("args", f"```\n{args_json}\n```")
-    return writer
+    return SummaryWriter(folder, purge_step=global_step + 1)
 
 
 def save_checkpoint(path: Path, checkpoint: dict) -> None:
@@ -523,10 +516,9 @@ def load_checkpoint(args: Args) -> tuple:
         if path.is_dir():
             path = path / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["script"] != SCRIPT:
-            raise ValueError(f"it is one of {checkpoint['script']}.py")
-        if checkpoint["version"] != CHECKPOINT_VERSION or checkpoint["args"].keys() != vars(args).keys():
-            raise ValueError("it was made by another version")
+        made_by = [checkpoint["script"], checkpoint["version"]]
+        if made_by != [SCRIPT, CHECKPOINT_VERSION] or checkpoint["args"].keys() != vars(args).keys():
+            raise ValueError(f"made by another script or version, {made_by}")
         for field in fields(Args):
             value = checkpoint["args"][field.name]
             if value not in get_args(field.type) and not isinstance(value, field.type):
@@ -542,8 +534,7 @@ def load_checkpoint(args: Args) -> tuple:
 def load_adam(optimizer: torch.optim.Adam, saved: dict) -> None:
     """Fused Adam would read moments of another shape past their end."""
     optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
-    for weight in optimizer.param_groups[0]["params"] if saved else []:  # nothing is saved before the first update
-        moments = optimizer.state[weight]
+    for weight, moments in optimizer.state.items():
         if not moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape:
             raise ValueError("Adam's moments have other shapes than the weights")
 
@@ -574,9 +565,10 @@ def parse_args() -> Args:
 
 def main(args: Args) -> dict:
     """Train, or with --evaluate play. Returns what summary.json holds, or the scores."""
-    if args.device == "cuda" and not torch.cuda.is_available():
+    has_cuda = torch.cuda.is_available()
+    if args.device == "cuda" and not has_cuda:
         fail("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if has_cuda and args.device != "cpu" else "cpu")
     args = fill_defaults(args, device)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -622,8 +614,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             print("new games: those of the checkpoint need one process, the same --device and --num-envs")
     progress = progress_of(args, global_step, seconds_before)
     if progress >= 1:
-        done = f"its run is over after {global_step:,} steps and {seconds_before:.0f} s"
-        fail(f"--resume {args.resume}: {done}; a larger --total-timesteps or --max-seconds works")
+        fail(f"--resume {args.resume}: the run is over; a larger --total-timesteps or --max-seconds works")
 
     seed = args.seed
     if not same_games and global_step + RANK > 0:
@@ -842,15 +833,13 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 scalars[f"losses/{name}"] = loss
             for phase, phase_seconds in phases.items():
                 scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * args.num_envs / new_steps
-            if device.type == "cuda":
-                scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             if RANK == 0:
                 for name, value in scalars.items():
                     writer.add_scalar(name, value, global_step)
             line = f"{min(progress, 1):4.0%}  step {global_step:>11,}  SPS {scalars['charts/SPS']:>9,.0f}"
             line += f"  updates/s {scalars['charts/updates_per_second']:>5.0f}"
             line += f"  score {score:5.1f}  greedy {scores.get('eval_score_mean', math.nan):5.1f}"
-            print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
+            print(line)
             if not math.isfinite(losses[0]):
                 fail(f"--learning-rate {args.learning_rate:g}: the loss is {losses[0]}; a lower one works")
             timer.lap("log")
@@ -880,7 +869,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         "precision": precision,
         "compiled": args.compile,
         "cudagraph": args.cudagraph,
-        "sdpa": None,
         "env_steps": global_step,
         "wall_seconds": seconds,
         "env_steps_per_second": new_steps / busy_seconds,
@@ -897,12 +885,11 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     summary_file.write_text(json.dumps(summary, indent=2))
     signals.append(0)  # all is saved: from here on a signal ends the program
     if stop:
-        print(f"\nstopped; python {SCRIPT}.py --resume {folder} continues from {folder / 'checkpoint.pt'}")
+        print(f"stopped; python {SCRIPT}.py --resume {folder} continues from {folder / 'checkpoint.pt'}")
     else:
         scores = evaluate_and_log(args.eval_episodes)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
-        print()
         report(agent, args, device, scores, folder)
         print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
     writer.close()

@@ -53,7 +53,7 @@ def real_game_calls(options: Options) -> dict:
         "bare emulator": partial(emulator, refresh=False),
         "bare emulator, its library refreshing the RAM": partial(emulator, refresh=True),
         "a collector": lambda: collector(env_id="SuperMarioBros", widths=(1,))[0],
-        f"`{SCRIPT} {flags}`": lambda: harness.run(flags, options, SCRIPT)["experience_rate"],
+        f"`{SCRIPT} {flags}`": lambda: harness.run(flags, options, SCRIPT)["env_steps_per_second"],
     }
 
 
@@ -146,11 +146,10 @@ def mario_async(options: Options, device: torch.device) -> tuple[str, dict]:
             f"{median(runs, 'produced'):,.0f}",
             f"{median(runs, 'stored'):,.0f}",
             f"{median(runs, 'producer_wait_ms_mean'):.3f}",
-            f"{median(runs, 'replay_kib_per_transition'):.2f}",
         ]
         rows.append(row)
-    header = "mode | env steps/s | replay ratio | paid steps/s | × | learning | produced | stored | "
-    text = markdown_table(f"{header}waiting, ms | KiB per transition", rows)
+    header = "mode | env steps/s | replay ratio | paid steps/s | × | learning | produced | stored | waiting, ms"
+    text = markdown_table(header, rows)
     commands = ", ".join(f"`{how}` ({who})" for who, how in flags.items())
     text += f"\n\nAll with `{SCRIPT} {base} --replay-ratio {asked}`, and {commands}."
     return text, {"asked": asked, "runs": measured, "ratios": compared}

@@ -75,14 +75,6 @@ class Ring:
         self.steps = shared_zeros(torch.int64, 1)
         self.fence = make_fence()
 
-    def counts(self) -> tuple[int, int]:
-        """Blocks made, and blocks in flight, both at one moment."""
-        while True:
-            steps = self.steps.item()
-            in_flight = self.head.item() - self.tail.item()
-            if self.steps.item() == steps:
-                return steps, in_flight
-
     def push(self, block: dict[str, Any]) -> bool:
         """Write a block, unless the ring is full."""
         head = self.head.item()
@@ -235,7 +227,6 @@ class Collectors:
         self.broadcast = broadcast
         self.processes = []
         self.starts = 0
-        self.restarts = 0
         self.failed_starts = 0  # in a row
         self.head_at_start = [0] * len(rings)
         self.next_check = 0.0
@@ -270,7 +261,6 @@ class Collectors:
             if process.exitcode is None:
                 continue
             print(f"collector {number} ended with exit code {process.exitcode} and is replaced", file=sys.stderr)
-            self.restarts += 1
             self.failed_starts += 1
             if self.rings[number].head.item() > self.head_at_start[number]:
                 self.failed_starts = 0

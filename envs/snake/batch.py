@@ -250,7 +250,7 @@ class SnakeBatch:
         start = draw % len(self.start_head)
         head = self.start_head[start]
         tail = head - self.rules.start_length + 1
-        num_free = self.rules.cells - self.rules.start_length
+        num_free = self.rules.max_score
 
         def write(state: torch.Tensor, value: torch.Tensor | float, mask: torch.Tensor = mask) -> None:
             state[lanes] = torch.where(mask, value, state[lanes])

@@ -27,6 +27,12 @@ HEAD = 6
 MOVES = ((-1, 0), (0, 1), (1, 0), (0, -1))  # up, right, down, left as (row, column); action ^ 2 is the reverse
 
 
+def parse_board(text: str) -> tuple[int, int]:
+    """Rows and columns of "10x10". Raises ValueError."""
+    rows, columns = text.split("x")
+    return int(rows), int(columns)
+
+
 @dataclass(frozen=True)
 class Rules:
     """Everything in which one Snake differs from another.
@@ -75,6 +81,11 @@ class Rules:
     @property
     def cells(self) -> int:
         return self.board[0] * self.board[1]
+
+    @property
+    def max_score(self) -> int:
+        """Foods until the board is full."""
+        return self.cells - self.start_length
 
     @property
     def limit(self) -> int:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at the start and while saving; in the loop and in evaluations they are in test_common_runs.py."""
+"""Ctrl-C and SIGTERM at the start and while saving; in the loop and in evaluations they are in test_promises.py."""
 
 import signal
 

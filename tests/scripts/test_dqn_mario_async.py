@@ -75,9 +75,8 @@ def run(tmp_path):
 
 
 def add_up(counts: dict, starts: int) -> bool:
-    """Nothing lost but at most a step of six games for each start of a collector."""
-    lost = counts["produced"] - counts["stored"] - counts["in_flight"]
-    return lost == counts["lost"] and 0 <= lost <= 6 * starts
+    """At the end nothing is lost but at most a step of six games for each start of a collector."""
+    return 0 <= counts["produced"] - counts["stored"] <= 6 * starts
 
 
 @pytest.fixture
@@ -568,7 +567,7 @@ def test_a_lone_game_explores_like_all_of_them_one_episode_after_the_other() -> 
     collector = script.Collector(args, 0, 0, ring, broadcast)
     for _ in range(400):
         collector.step()
-        by_episode.setdefault(episode, set()).add(ring.fields["epsilon"][ring.head.item() - 1].item())
+        by_episode.setdefault(episode, set()).add(collector.end_e.item())
         episode += bool(ring.fields["end"][ring.head.item() - 1])
     assert len(by_episode) > 5 and all(len(shares) == 1 for shares in by_episode.values())
     assert len(set.union(*by_episode.values())) == len(by_episode)
@@ -735,11 +734,14 @@ def test_counters_are_exact_when_the_ring_is_full(run, monkeypatch, in_threads, 
     monkeypatch.setattr(ReplayBuffer, "add", slow)
     summary, folder = run(num_collectors=2, ring_blocks=4, log_every=0.1, checkpoint_replay=True)
     logged = scalars(folder)
-    assert len(logged["collect/lost"]) > 3 and set(logged["collect/lost"]) <= set(range(0, 13))
-    assert any(logged["collect/in_flight"]) and summary["in_flight"] == 0 and add_up(summary, 2)
+    unread = np.subtract(logged["collect/produced"], logged["collect/stored"])
+    assert len(unread) > 3 and unread.max() > 0
+    assert all(0 <= steps <= 2 * 6 * (4 + 1) for steps in unread)  # in two full rings of 4 blocks, and 1 in the making
+    assert add_up(summary, 2)
     assert summary["stored"] == summary["env_steps"] == load(folder)["global_step"] >= 1200
-    assert summary["producer_wait_ms_mean"] > 1 and 0.5 < summary["wait_fraction"] < 1
-    assert summary["wait_fraction"] == pytest.approx(np.mean(logged["collect/wait_fraction"][1:]), abs=0.1)
+    assert summary["producer_wait_ms_mean"] > 1
+    waits = logged["collect/producer_wait_ms_mean"][1:]
+    assert summary["producer_wait_ms_mean"] == pytest.approx(np.mean(waits), rel=0.5)
     position = load(folder)["replay"]["position"]
     assert first_games == {0, 6} and (position > 0).all()  # each collector has its own slots
 
@@ -848,7 +850,7 @@ def test_collectors_are_asked_to_end_before_they_are_killed(run) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script.Collectors, "stop", watched)
         summary, _ = run(num_collectors=1, total_timesteps=600, log_every=0.1)
-    assert codes == [0] and summary["restarts"] == 0 and add_up(summary, 1)
+    assert codes == [0] and add_up(summary, 1)
     assert dict(os.environ) == environment and shm() == before
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask and not SPAWN.active_children()
 
@@ -884,7 +886,7 @@ def test_a_killed_collector_is_replaced_and_what_it_committed_is_kept(tmp_path, 
     monkeypatch.setattr(ReplayBuffer, "add", kill_once)
     flags = dict(num_collectors=1, total_timesteps=4000, run_dir=str(tmp_path), run_name="run")
     summary = main(Args(**QUICK | flags))
-    assert summary["restarts"] == 2 and len(set(killed)) == 2 and add_up(summary, 3) and summary["in_flight"] == 0
+    assert collectors[0].starts == 3 and len(set(killed)) == 2 and add_up(summary, 3)
     assert summary["stored"] == 6 * sum(ring.tail.item() for ring in collectors[0].rings) == summary["env_steps"]
     assert capfd.readouterr().err.count("exit code -9 and is replaced") == 2
 
@@ -1045,7 +1047,6 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "seed": (2, head),
     "total_timesteps": (600, lambda s, f: s["env_steps"]),
     "run_name": ("other", lambda s, f: f.name),
-    "preset": ("original", lambda s, f: json.loads((f / "args.json").read_text())["accumulate"]),
     "difficulty": (2, head),
     "actions": (12, lambda s, f: len(head(s, f))),
     "size": (60, lambda s, f: load(f)["q_network"]["hidden.weight"].shape),
@@ -1106,15 +1107,11 @@ def test_every_flag_changes_what_it_says(run, plain, flag) -> None:
     assert look(*run(**{flag: value})) != look(*plain)
 
 
-def test_presets_fill_what_was_not_said() -> None:
-    original = fill_defaults(Args(device="cpu", preset="original"), CPU)
-    got = (original.batch_size, original.accumulate, original.num_collectors, original.buffer_size)
-    assert got == (512, 4, 4, 50_000)
-    assert fill_defaults(Args(device="cpu", preset="original", batch_size=64), CPU).batch_size == 64
+def test_defaults_depend_on_the_device() -> None:
     on_cuda = fill_defaults(Args(), CUDA)
     assert (on_cuda.batch_size, on_cuda.buffer_size) == (512, 1_000_000)
     ours = fill_defaults(Args(device="cpu"), CPU)
-    assert (ours.accumulate, ours.batch_size, ours.buffer_size, ours.max_seconds) == (1, 32, 100_000, 900)
+    assert (ours.batch_size, ours.buffer_size, ours.max_seconds) == (32, 100_000, 900)
     assert ours.num_collectors + ours.threads <= max(script.CORES, 2)
 
 
@@ -1273,7 +1270,7 @@ def test_collecting_beside_learning_is_faster_than_in_turn(tmp_path) -> None:
     rates = []
     for number in (0, 1):
         summary = main(Args(**flags | dict(num_collectors=number, run_dir=str(tmp_path), run_name=str(number))))
-        rates.append(summary["experience_rate"])
+        rates.append(summary["env_steps_per_second"])
         assert summary["replay_ratio"] > 0.15
     if not two_cores_are_free():
         pytest.skip("somebody else has begun to use a core")
@@ -1293,7 +1290,7 @@ def test_the_real_game_trains_evaluates_and_makes_a_gif(tmp_path) -> None:
     flags = QUICK | dict(env_id="SuperMarioBros", num_collectors=2, envs_per_collector=1, total_timesteps=600)
     flags |= dict(run_dir=str(tmp_path), run_name="run", video=True, eval_episodes=2, world=1, stage=2)
     summary = main(Args(**flags))
-    assert summary["stored"] >= 600 and summary["restarts"] == 0 and add_up(summary, 2)
+    assert summary["stored"] >= 600 and add_up(summary, 2)
     assert summary["eval_episodes"] == 2 and summary["eval_distance_mean"] >= 0
     assert (tmp_path / "run" / "videos" / "mario.gif").exists()
     again = main(Args(**flags | dict(evaluate=str(tmp_path / "run"), video=False)))

@@ -494,7 +494,7 @@ def test_a_compiler_that_fails_ends_the_run(script, capsys) -> None:
 
 # ------------------------------------------------------------------------------------------------ numbers
 
-SUMMARY = "script device precision compiled cudagraph sdpa env_steps wall_seconds env_steps_per_second "
+SUMMARY = "script device precision compiled cudagraph env_steps wall_seconds env_steps_per_second "
 SUMMARY += "updates_per_second samples_per_second replay_ratio rollout_fraction train_fraction "
 SUMMARY += "eval_score_mean eval_score_median eval_score_max eval_episodes"
 TAGS = "charts/SPS charts/score charts/episodic_return charts/episodic_length charts/updates_per_second "
@@ -505,7 +505,7 @@ MORE_SUMMARY = {
     "ppo_snake": "eval_full_boards",
     "dqn_snake_sb3_compat": "",
     "ppo_metta": "",
-    "dqn_mario_async": "produced stored in_flight lost wait_fraction weight_age eval_flags eval_distance_mean",
+    "dqn_mario_async": "produced stored producer_wait_ms_mean weight_age eval_flags eval_distance_mean",
 }
 MORE_TAGS = {
     "dqn_snake": "losses/td_loss losses/q_values charts/epsilon perf/env_ms perf/store_ms",
@@ -514,8 +514,7 @@ MORE_TAGS = {
     "train/learning_rate",
     "ppo_metta": "losses/pg_loss losses/v_loss losses/entropy losses/approx_kl losses/clipfrac perf/env_ms "
     "perf/store_ms",
-    "dqn_mario_async": "charts/distance charts/flags charts/epsilon losses/td_loss losses/q_values perf/env_ms "
-    "perf/store_ms",
+    "dqn_mario_async": "charts/distance charts/flags losses/td_loss losses/q_values perf/env_ms perf/store_ms",
 }
 SUMMARY_FLAGS = {
     "ppo_metta": dict(total_timesteps=10 * 384),
