@@ -336,12 +336,7 @@ def report(agent: Agent, args: Args, device: torch.device, scores: dict, folder:
     """Print the scores and write the GIF."""
     print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
-        path = folder / "videos" / "snake.gif"
-        try:
-            write_gif(watch_game(agent, args, device, "rgb_array"), path)
-            print(path)
-        except OSError as error:
-            print(f"--video: {path} cannot be written ({error})")
+        write_gif(watch_game(agent, args, device, "rgb_array"), folder / "videos" / "snake.gif")
 
 
 # -------------------------------------------------------------------------------------------------------- tools
@@ -483,10 +478,13 @@ def open_run_folder(args: Args, folder: Path, global_step: int) -> SummaryWriter
         folder.mkdir(parents=True, exist_ok=args.resume is not None)
     except FileExistsError:
         fail(f"--run-name {folder.name}: {folder} exists; another name or --resume {folder} works")
-    (folder / "args.json").write_text(json.dumps({"script": SCRIPT, **vars(args)}, indent=2))
+    args_json = json.dumps({"script": SCRIPT, **vars(args)}, indent=2)
+    (folder / "args.json").write_text(args_json)
     if args.wandb:
         wandb.init(project=SCRIPT, name=folder.name, config=vars(args), sync_tensorboard=True)
-    return SummaryWriter(folder, purge_step=global_step + 1)
+    writer = SummaryWriter(folder, purge_step=global_step + 1)
+    writer.add_text("args", f"```\n{args_json}\n```")
+    return writer
 
 
 def save_checkpoint(path: Path, checkpoint: dict) -> None:

@@ -38,7 +38,7 @@ def play_parallel(env: Any, policy: Callable[[np.ndarray], list[int]], seed: int
 
 
 def write_gif(frames: Iterable[np.ndarray], path: Path, milliseconds: int = 80) -> None:
-    """Raises OSError where `path` cannot be written. `milliseconds` is how long a frame is shown."""
+    """Write a GIF and print its path, or why it cannot be written. `milliseconds` is how long a frame is shown."""
 
     def images() -> Iterator[Image.Image]:
         for frame in islice(frames, MAX_GIF_FRAMES):
@@ -46,10 +46,14 @@ def write_gif(frames: Iterable[np.ndarray], path: Path, milliseconds: int = 80) 
             image.thumbnail((MAX_GIF_SIDE, MAX_GIF_SIDE))  # only ever shrinks
             yield image
 
-    path.parent.mkdir(exist_ok=True)
-    others = images()
-    first = next(others)
-    first.save(path, save_all=True, append_images=others, duration=milliseconds, loop=0)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        others = images()
+        first = next(others)
+        first.save(path, save_all=True, append_images=others, duration=milliseconds, loop=0)
+        print(path)
+    except OSError as error:
+        print(f"--video: {path} cannot be written ({error})")
 
 
 def show_in_terminal(frames: Iterable[str | None], fps: float) -> None:

@@ -566,8 +566,8 @@ def test_a_lone_game_explores_like_all_of_them_one_episode_after_the_other() -> 
     ring, by_episode, episode = make_ring(args_of(envs_per_collector=1, ring_blocks=400, num_collectors=1)), {}, 0
     collector = script.Collector(args, 0, 0, ring, broadcast)
     for _ in range(400):
-        collector.step()
         by_episode.setdefault(episode, set()).add(collector.end_e.item())
+        collector.step()
         episode += bool(ring.fields["end"][ring.head.item() - 1])
     assert len(by_episode) > 5 and all(len(shares) == 1 for shares in by_episode.values())
     assert len(set.union(*by_episode.values())) == len(by_episode)

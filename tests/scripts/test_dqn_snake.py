@@ -469,7 +469,6 @@ MALFORMED = {
     "weights no dict": change("q_network", [1, 2]),
     "target of another shape": change("target_network", lambda part: part | {"head.bias": torch.zeros(4)}),
     "moments too small": change(MOMENT, torch.zeros(1)),
-    "moments missing": change("optimizer", lambda part: {0: part[0]}),
     "generator too short": change("generator", lambda part: part[:-1]),
     "generator a number": change("generator", 3),
     "games missing": change("envs", lambda part: {k: v for k, v in part.items() if k != "slot"}),
