@@ -486,9 +486,9 @@ def run(script: ModuleType, flags: list[str]) -> dict[str, Any]:
     entry, loop = training_loop(script)
     WATCH = Watch(loop, entry)
     sys.argv = [f"{script.__name__}.py", *flags]
-    parsed = script.parse_args()
+    args = script.parse_args()
     with MODE:
-        summary = script.main(*parsed) if isinstance(parsed, tuple) else script.main(parsed)
+        summary = script.main(args)
     return {
         "waits": WATCH.waits,
         "refused": WATCH.refused,
