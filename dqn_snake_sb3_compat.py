@@ -167,11 +167,10 @@ class Args:
 
 
 NOT_RESUMED = ["run_dir", "run_name", "resume", "evaluate", "import_sb3", "export_sb3", "render", "video", "wandb"]
-FRACTIONS = ["gamma", "tau", "dropout", "exploration_fraction", "exploration_initial_eps", "exploration_final_eps"]
-MAY_BE_0 = ["seed", "learning_starts", "learning_rate_end", "eval_every", "checkpoint_every"]
-MAY_BE_0 += [name for name in FRACTIONS if name != "tau"]
-HIGHEST = dict.fromkeys(FRACTIONS, 1)
-HIGHEST |= {"num_envs": MAX_GAMES, "eval_episodes": MAX_GAMES, "threads": 256}
+FRACTIONS = ["gamma", "dropout", "exploration_fraction", "exploration_initial_eps", "exploration_final_eps"]
+MAY_BE_0 = ["seed", "learning_starts", "learning_rate_end", "eval_every", "checkpoint_every", *FRACTIONS]
+HIGHEST = dict.fromkeys(["tau", *FRACTIONS], 1)
+HIGHEST |= {"seed": EVAL_SEED - MAX_GAMES, "num_envs": MAX_GAMES, "eval_episodes": MAX_GAMES, "threads": 256}
 SETTINGS = {  # flags that can be set in the environment or in a file named .env
     "OPTIMAL_BATCH_SIZE": "batch_size",
     "USE_TORCH_COMPILE": "compile",
@@ -181,7 +180,7 @@ SETTINGS = {  # flags that can be set in the environment or in a file named .env
 SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
-def settings() -> dict[str, int | bool]:
+def settings() -> dict:
     """Flags that are set in the environment, or else in .env."""
     try:
         texts = {**dotenv_values(".env"), **os.environ}
@@ -211,11 +210,10 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     if args.flash_attention and args.sdpa == "auto":
         args.sdpa = "flash"
 
-    highest_of = {**HIGHEST, "seed": EVAL_SEED - args.num_envs}  # every game has its own
     for name, value in vars(args).items():
         if type(value) not in (int, float) or (name == "gradient_steps" and value == -1):
             continue
-        highest = highest_of.get(name, sys.maxsize)
+        highest = HIGHEST.get(name, sys.maxsize)
         is_above_0 = value > 0 or (value == 0 and name in MAY_BE_0)
         if not is_above_0 or not value <= highest:  # NaN fails both
             lowest = "0 or more" if name in MAY_BE_0 else "above 0"
@@ -248,15 +246,14 @@ def make_envs(args: Args, num_envs: int, **kwargs: Any) -> list[gym.Env]:
     """`num_envs` plain environments: with a few games a Python loop is faster than a batched one."""
     try:
         if args.board is not None:
-            rows, _, columns = args.board.partition("x")
-            kwargs["board"] = (int(rows), int(columns or 0))
+            kwargs["board"] = tuple(int(side) for side in args.board.split("x"))
         envs = [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(num_envs)]
     except Exception as error:  # a game's code may raise anything
-        board = f" --board {args.board}" if args.board is not None else ""
-        fail(f"--env-id {args.env_id}{board}: {str(error)[:200]}; {', '.join(VARIANTS)} and Gymnasium's ids work")
+        works = f"{', '.join(VARIANTS)} with --board 10x10, or Gymnasium's ids without --board work"
+        fail(f"--env-id {args.env_id} --board {args.board}: {str(error)[:200]}; {works}")
     observations = envs[0].observation_space
     actions = envs[0].action_space
-    is_box = isinstance(observations, gym.spaces.Box) and len(observations.shape) > 0
+    is_box = isinstance(observations, gym.spaces.Box)
     if not is_box or not isinstance(actions, gym.spaces.Discrete) or actions.start:
         fail(f"--env-id {args.env_id}: needs Box observations and Discrete actions, not {observations} and {actions}")
     image = is_image(observations)
@@ -284,12 +281,11 @@ def is_image(space: gym.spaces.Box) -> bool:
 # ---------------------------------------------------------------------------------------------------- networks
 
 
-SDPA_KERNELS = {  # by --sdpa, in the order of preference; MATH always runs
-    "auto": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
-    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
-    "efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
-    "math": [SDPBackend.MATH],
+SDPA_BACKENDS = {  # in the order of preference
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,  # always runs
 }
 
 
@@ -306,29 +302,29 @@ class Transformer(nn.Module):
         self.features_dim = 128
         width = 64
         rows, columns, channels = observation_space.shape
-        self.kernels = SDPA_KERNELS[sdpa]
+        self.backends = list(SDPA_BACKENDS.values()) if sdpa == "auto" else [SDPA_BACKENDS[sdpa], SDPBackend.MATH]
         self.embed = nn.Linear(channels, width)
         # Sinusoidal positions: half of the width for the row, half for the column.
         frequencies = 1e4 ** -torch.arange(0, 1, 4 / width)
         angles = torch.arange(max(rows, columns))[:, None] * frequencies
         waves = torch.cat([angles.sin(), angles.cos()], 1)
-        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        position = torch.cat([waves[row], waves[column]], 2).flatten(0, 1)
+        by_row = waves[:rows].repeat_interleave(columns, 0)
+        by_column = waves[:columns].repeat(rows, 1)
+        position = torch.cat([by_row, by_column], 1)
         self.register_buffer("position", position, persistent=False)
-        layer1 = nn.TransformerEncoderLayer(width, 4, 128, dropout, batch_first=True)
-        layer2 = nn.TransformerEncoderLayer(width, 4, 128, dropout, batch_first=True)
-        self.layers = nn.Sequential(layer1, layer2)
+        layers = [nn.TransformerEncoderLayer(width, 4, 128, dropout, batch_first=True) for _ in range(2)]
+        self.layers = nn.Sequential(*layers)
         self.norm = nn.LayerNorm(width)
         self.out = nn.Sequential(nn.Linear(width, self.features_dim), nn.ReLU())
 
     def kernel(self, dtype: torch.dtype, device: torch.device) -> str:
         """Name of the kernel that PyTorch picks here."""
         q = torch.empty(1, 4, 16, 16, dtype=dtype, device=device)
-        with sdpa_kernel(self.kernels, set_priority=True):
+        with sdpa_kernel(self.backends, set_priority=True):
             return SDPBackend(torch._fused_sdp_choice(q, q, q, dropout_p=self.layers[0].dropout.p)).name.lower()
 
     def forward(self, obs: Tensor) -> Tensor:
-        with sdpa_kernel(self.kernels, set_priority=True):
+        with sdpa_kernel(self.backends, set_priority=True):
             x = self.layers(self.embed(obs.flatten(1, 2)) + self.position)
         return self.out(self.norm(x.mean(1)))
 
@@ -357,17 +353,9 @@ class NatureCNN(nn.Module):
 
 def flatten_parameters(module: nn.Module) -> Tensor:
     """One vector; the weights of `module` become views of it. Clipping, Adam and a copy then take one call each."""
-    parameters = list(module.parameters())
-    flat = nn.utils.parameters_to_vector(parameters).detach()
-    for parameter, view in zip(parameters, views_of(flat, parameters)):
-        parameter.data = view
+    flat = nn.utils.parameters_to_vector(module.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, module.parameters())
     return flat
-
-
-def views_of(vector: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Parts of `vector` with the shapes of `parameters`."""
-    parts = vector.split([parameter.numel() for parameter in parameters])
-    return [part.view_as(parameter) for part, parameter in zip(parts, parameters)]
 
 
 class QNetwork(nn.Module):
@@ -460,8 +448,7 @@ class ReplayBuffer:
     def __init__(self, args: Args, space: gym.spaces.Box, device: torch.device) -> None:
         self.capacity = args.buffer_size // args.num_envs
         self.num_envs = args.num_envs
-        self.position = 0
-        self.size = 0
+        self.steps = 0
         shape = (self.capacity, args.num_envs)
         arrays = [
             np.zeros(shape + space.shape, space.dtype),  # takes memory as it fills
@@ -474,25 +461,24 @@ class ReplayBuffer:
         self.rows = arrays if device.type == "cpu" else tensors
         self.transitions = [tensor.flatten(0, 1) for tensor in tensors]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**dict(zip(self.NAMES, self.transitions)), "position": self.position, "size": self.size}
+    def state_dict(self) -> dict:
+        return {**dict(zip(self.NAMES, self.transitions)), "steps": self.steps}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict) -> None:
         for name, tensor in zip(self.NAMES, self.transitions):
             tensor.copy_(saved[name])
-        self.position = saved["position"]
-        self.size = saved["size"]
+        self.steps = saved["steps"]
 
     def add(self, *step: np.ndarray) -> None:
         """One step of every game: obs, next_obs (final ones included), action, reward, discount."""
+        position = self.steps % self.capacity
         for rows, values in zip(self.rows, step):
-            rows[self.position] = values if isinstance(rows, np.ndarray) else torch.from_numpy(values)
-        self.position = (self.position + 1) % self.capacity
-        self.size = min(self.size + 1, self.capacity)
+            rows[position] = values if isinstance(rows, np.ndarray) else torch.from_numpy(values)
+        self.steps += 1
 
     def sample_index(self, index: Tensor) -> None:
         """Write random transition numbers into `index`, drawn in SB3's order."""
-        row = np.random.randint(0, self.size, size=len(index))
+        row = np.random.randint(0, min(self.steps, self.capacity), size=len(index))
         row *= self.num_envs
         row += np.random.randint(0, self.num_envs, size=len(index))
         index.copy_(torch.from_numpy(row))
@@ -519,8 +505,7 @@ class Learner:
         self.weights = flatten_parameters(self.q_network)
         self.target_weights = flatten_parameters(self.target_network)
         self.actor = copy.deepcopy(self.q_network).requires_grad_(False).eval()  # without dropout, on the same weights
-        for mirror, parameter in zip(self.actor.parameters(), self.parameters):
-            mirror.data = parameter.data
+        nn.utils.vector_to_parameters(self.weights, self.actor.parameters())
         step = torch.zeros(1, dtype=torch.float64, device=device)
         self.learning_rate = torch.full_like(step, args.learning_rate)
         self.adam = {
@@ -535,7 +520,7 @@ class Learner:
         if device.type == "cpu" and dtype == torch.float32 and args.policy == "MlpPolicy":
             # On the same weights, since calling PyTorch costs more than these matmuls: 8 us an action, not 31.
             for layer in self.actor.q_net[::2]:
-                self.numpy_layers.append((layer.weight.detach().numpy().T, layer.bias.detach().numpy()))
+                self.numpy_layers.append((layer.weight.numpy().T, layer.bias.numpy()))
 
     def autocast(self) -> torch.autocast:
         # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
@@ -623,8 +608,8 @@ class Games:
         self.next_obs = self.obs.copy()
         self.reward = np.zeros(args.num_envs, np.float32)
         self.discount = np.zeros(args.num_envs, np.float32)
-        self.returns = np.zeros(args.num_envs)
-        self.lengths = np.zeros(args.num_envs, np.int64)
+        self.returns = [0.0] * args.num_envs
+        self.lengths = [0] * args.num_envs
         self.is_snake = isinstance(self.envs[0].unwrapped, SnakeEnv)  # other games cannot be restored
 
     def step(self, action: np.ndarray) -> list[tuple]:
@@ -639,7 +624,7 @@ class Games:
             self.next_obs[number] = obs
             self.reward[number] = reward
             self.discount[number] = 0 if terminated else self.gamma  # a truncated game is bootstrapped
-            self.returns[number] += self.reward[number]
+            self.returns[number] += float(self.reward[number])
             self.lengths[number] += 1
             if terminated or truncated:
                 episode_return = self.returns[number]
@@ -650,18 +635,18 @@ class Games:
             self.obs[number] = obs
         return episodes
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         _, numpy_key, numpy_position, *_ = np.random.get_state()
         return {
             "envs": [env.unwrapped.state_dict() for env in self.envs] if self.is_snake else None,
             "obs": torch.from_numpy(self.obs),
-            "returns": self.returns.tolist(),
-            "lengths": self.lengths.tolist(),
+            "returns": self.returns,
+            "lengths": self.lengths,
             "action_space": self.action_space.np_random.bit_generator.state,
             "numpy": [numpy_key.tolist(), numpy_position],
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict) -> None:
         if len(saved["returns"]) != len(self.envs):
             raise ValueError("--num-envs must be as it was")
         np.random.set_state(("MT19937", *saved["numpy"]))
@@ -669,18 +654,18 @@ class Games:
         if not self.is_snake:
             print("new games: only Snake's can be restored")
             return
-        for env, state in zip(self.envs, saved["envs"], strict=True):
+        for env, state in zip(self.envs, saved["envs"]):
             env.unwrapped.load_state_dict(state)
         self.obs[:] = saved["obs"].numpy()
-        self.returns[:] = saved["returns"]
-        self.lengths[:] = saved["lengths"]
+        self.returns = saved["returns"]
+        self.lengths = saved["lengths"]
 
 
 # --------------------------------------------------------------------------------------------------- evaluation
 
 
 @torch.no_grad()
-def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
+def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.device) -> dict:
     """Scores of `episodes` greedy games, with seeds that training never uses.
 
     The score is the game's `info["score"]`, or the return if it has none.
@@ -700,7 +685,7 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
     return {
         "eval_score_mean": float(np.mean(scores)),
         "eval_score_median": float(np.median(scores)),
-        "eval_score_max": float(np.max(scores)),
+        "eval_score_max": max(scores),
         "eval_episodes": episodes,
     }
 
@@ -708,15 +693,10 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
 def watch_game(q_network: QNetwork, args: Args, device: torch.device, render_mode: str):
     """Frames of one greedy game."""
     env = make_envs(args, 1, render_mode=render_mode)[0]
-
-    @torch.no_grad()
-    def policy(obs):
-        return q_network(torch.as_tensor(obs, device=device)[None]).argmax().item()
-
-    return play(env, policy, EVAL_SEED)
+    return play(env, lambda obs: q_network(torch.as_tensor(obs, device=device)[None]).argmax().item(), EVAL_SEED)
 
 
-def report(q_network: QNetwork, args: Args, device: torch.device, scores: dict[str, float], folder: Path) -> None:
+def report(q_network: QNetwork, args: Args, device: torch.device, scores: dict, folder: Path) -> None:
     """Print the scores and write the GIF."""
     print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
@@ -754,9 +734,10 @@ COUNTERS = {  # in a checkpoint, and in a zip
     "episodes": "_episode_num",
     "epsilon": "exploration_rate",
 }
+MOMENTS = ["exp_avg", "exp_avg_sq"]
 
 
-def read_sb3(name: str) -> tuple[dict, dict, dict, dict]:
+def read_sb3(name: str) -> tuple:
     """Flags, counters, weights and Adam's state in a zip of SB3's DQN. Nothing in it is executed."""
     try:
         with zipfile.ZipFile(name) as archive, warnings.catch_warnings(action="ignore"):
@@ -771,7 +752,7 @@ def read_sb3(name: str) -> tuple[dict, dict, dict, dict]:
         fail(f"--import-sb3 {name}: cannot be loaded ({error}); a zip of stable_baselines3's DQN works")
 
 
-def sb3_flags(data: dict[str, Any]) -> dict[str, Any]:
+def sb3_flags(data: dict) -> dict:
     """Flags for a zip's hyperparameters. Raises ValueError if one has no equal here."""
     flags = {name: data[name] for name in SAME_NAMES}
     flags["num_envs"] = data["n_envs"]
@@ -811,24 +792,24 @@ def sb3_flags(data: dict[str, Any]) -> dict[str, Any]:
     return flags
 
 
-def import_sb3(name: str, learner: Learner) -> dict[str, Any]:
+def import_sb3(zip_name: str, learner: Learner) -> dict:
     """Load a zip's weights and Adam's moments. Returns its counters."""
-    _, counters, weights, moments = read_sb3(name)
+    _, counters, weights, moments = read_sb3(zip_name)
     try:
         learner.networks.load_state_dict(weights)
         if moments:  # none before the first update
-            for part in ("exp_avg", "exp_avg_sq"):
-                for number, view in enumerate(views_of(learner.adam[part], learner.parameters)):
-                    view.copy_(moments[number][part])
+            for name in MOMENTS:
+                vectors = [moments[number][name] for number in range(len(learner.parameters))]
+                learner.adam[name].copy_(nn.utils.parameters_to_vector(vectors))
             learner.adam["step"].fill_(moments[0]["step"])
     except Exception as error:
-        fail(f"--import-sb3 {name}: does not fit ({error})")
+        fail(f"--import-sb3 {zip_name}: does not fit ({error})")
     done = f"{counters['global_step']:,} steps and {counters['updates']:,} updates"
-    print(f"{name}: continues after {done}; the replay starts empty")
+    print(f"{zip_name}: continues after {done}; the replay starts empty")
     return counters
 
 
-def export_sb3(args: Args, env: gym.Env, learner: Learner, counters: dict[str, Any]) -> None:
+def export_sb3(args: Args, env: gym.Env, learner: Learner, counters: dict) -> None:
     """Write a zip for `stable_baselines3.DQN.load`. SB3's classes are named in it, not imported."""
 
     def pickled(value, plain):
@@ -856,20 +837,20 @@ def export_sb3(args: Args, env: gym.Env, learner: Learner, counters: dict[str, A
         data["learning_rate"] = pickled(cosine, vars(cosine))
 
     optimizer = torch.optim.Adam(learner.parameters, args.learning_rate)
-    exp_avg = views_of(learner.adam["exp_avg"], learner.parameters)
-    exp_avg_sq = views_of(learner.adam["exp_avg_sq"], learner.parameters)
-    for number, parameter in enumerate(learner.parameters):
-        step = learner.adam["step"][0].float()  # each has its own
-        optimizer.state[parameter] = {"step": step, "exp_avg": exp_avg[number], "exp_avg_sq": exp_avg_sq[number]}
+    for parameter in learner.parameters:
+        optimizer.state[parameter] = {name: torch.empty_like(parameter) for name in MOMENTS}
+        optimizer.state[parameter]["step"] = learner.adam["step"][0].float()  # each has its own
+    for name in MOMENTS:
+        vectors = [state[name] for state in optimizer.state.values()]
+        nn.utils.vector_to_parameters(learner.adam[name], vectors)
     temporary = Path(args.export_sb3).with_suffix(".tmp")
     try:
         with zipfile.ZipFile(temporary, "w") as archive:
-            archive.writestr("data", json.dumps(data, indent=4, default=str))
+            archive.writestr("data", json.dumps(data, default=str))
             with archive.open("policy.pth", "w") as file:
                 torch.save(learner.networks.state_dict(), file)
             with archive.open("policy.optimizer.pth", "w") as file:
                 torch.save(optimizer.state_dict(), file)
-            archive.writestr("_stable_baselines3_version", "2.9.2")
         temporary.replace(args.export_sb3)
     finally:
         temporary.unlink(missing_ok=True)
@@ -1022,7 +1003,7 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
         raise OSError(f"{path}: not saved ({error}); the checkpoint before is whole") from None
 
 
-def load_checkpoint(args: Args) -> tuple[Path, dict]:
+def load_checkpoint(args: Args) -> tuple:
     """Path and content of the checkpoint that --resume or --evaluate names. Nothing in it is executed."""
     flag = "resume" if args.evaluate is None else "evaluate"
     name = getattr(args, flag)
@@ -1180,17 +1161,15 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     writer = open_run_folder(args, folder, global_step)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {args.threads} threads"
     precision = str(dtype).removeprefix("torch.")
-    print(f"{folder} on {device_name}")
-    timer = PhaseTimer(device)
+    active = f"{precision}, {'compiled' if args.compile else 'eager'}, batch size {args.batch_size}"
+    if sdpa is not None:
+        active += f", {sdpa}"
+    print(f"{folder} on {device_name}: {active}")
 
     # --- switches -------------------------------------------------------------------------------------------------
     if args.compile:
         learner.compile(args.compile_mode, games.obs)
     update = CUDAGraphStep(learner.update) if args.cudagraph else learner.update
-    active = f"{precision}, {'compiled' if args.compile else 'eager'}, batch size {args.batch_size}"
-    if sdpa is not None:
-        active += f", {sdpa}"
-    print(f"active: {active}")
 
     # --- the loop: SB3's learn, collect_rollouts and train --------------------------------------------------------
     def save():
@@ -1231,11 +1210,11 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     first_step = logged_step = global_step
     first_update = logged_updates = updates
     scores = {}
+    timer = PhaseTimer(device)
     last_log = last_eval = last_checkpoint = clock()
     writer.add_scalar("perf/warmup_s", time.perf_counter() - start_time, global_step)
-    is_last = bool(signals)
     timer.lap()
-    while not is_last:
+    while True:
         # 1 act and step, 2 store
         for _ in range(args.train_freq):
             if global_step < args.learning_starts or np.random.rand() < epsilon:  # all games explore, or none
@@ -1315,11 +1294,13 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             if not math.isfinite(loss):
                 fail(f"--learning-rate {args.learning_rate:g}: the loss is {loss}; a lower one works")
             timer.lap("log")
-        if args.eval_every and seconds >= last_eval + args.eval_every and not is_last:
+        if is_last:
+            break
+        if args.eval_every and seconds >= last_eval + args.eval_every:
             scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
             last_eval = clock()  # the interval is from the end of one to the start of the next
             timer.lap()
-        if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every and not is_last:
+        if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every:
             last_checkpoint = seconds
             save()
             timer.lap()
