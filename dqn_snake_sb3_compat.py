@@ -155,7 +155,7 @@ class Args:
     evaluate: str | None = None
     """no training, play --eval-episodes games: with a checkpoint, a run folder, or "latest" """
     import_sb3: str | None = None
-    """continue the training in a zip of Stable-Baselines3's DQN, with its hyperparameters"""
+    """continue the training in a zip of Stable-Baselines3's DQN with its hyperparameters, for --total-timesteps more"""
     export_sb3: str | None = None
     """write a zip for stable_baselines3.DQN.load at the end"""
     render: bool = False
@@ -685,7 +685,7 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
     return {
         "eval_score_mean": float(np.mean(scores)),
         "eval_score_median": float(np.median(scores)),
-        "eval_score_max": max(scores),
+        "eval_score_max": float(max(scores)),
         "eval_episodes": episodes,
     }
 
