@@ -783,7 +783,7 @@ def sb3_flags(data: dict) -> dict:
     others["replay_buffer_kwargs"] = data.get("replay_buffer_kwargs")
     for name, value in others.items():
         if value not in (None, {}, 1, str(nn.ReLU)):
-            raise ValueError(f"its {name} is {value}; only the default works")
+            raise ValueError(f"its {name} is {str(value)[:60]}; only the default works")
     for name, value in flags.items():
         kind = type(getattr(Args, name))
         if type(value) not in (int, kind):
