@@ -17,7 +17,6 @@ How to read it: `QNetwork` has SB3's layers and names, and the loop in `train` i
 
 import base64
 import copy
-import io
 import json
 import math
 import os
@@ -30,9 +29,8 @@ import time
 import warnings
 import zipfile
 from collections import Counter, deque
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
@@ -54,7 +52,7 @@ from envs.playing import play, show_in_terminal, write_gif
 from envs.snake.rules import VARIANTS, SnakeEnv
 
 SCRIPT = Path(__file__).stem
-CHECKPOINT_VERSION = 3
+CHECKPOINT_VERSION = 4
 MAX_GAMES = 10_000  # of --num-envs and --eval-episodes
 EVAL_SEED = 2**31 - MAX_GAMES  # above the seeds of all training games
 
@@ -157,7 +155,7 @@ class Args:
     evaluate: str | None = None
     """no training, play --eval-episodes games: with a checkpoint, a run folder, or "latest" """
     import_sb3: str | None = None
-    """continue the training in a zip of Stable-Baselines3's DQN, with its hyperparameters"""
+    """continue the training in a zip of Stable-Baselines3's DQN with its hyperparameters, for --total-timesteps more"""
     export_sb3: str | None = None
     """write a zip for stable_baselines3.DQN.load at the end"""
     render: bool = False
@@ -169,44 +167,36 @@ class Args:
 
 
 NOT_RESUMED = ["run_dir", "run_name", "resume", "evaluate", "import_sb3", "export_sb3", "render", "video", "wandb"]
-FRACTIONS = ["gamma", "tau", "dropout", "exploration_fraction", "exploration_initial_eps", "exploration_final_eps"]
-MAY_BE_0 = ["seed", "learning_starts", "learning_rate_end", "eval_every", "checkpoint_every"]
-MAY_BE_0 += [name for name in FRACTIONS if name != "tau"]
-HIGHEST = dict.fromkeys(FRACTIONS, 1)
-HIGHEST |= {"num_envs": MAX_GAMES, "eval_episodes": MAX_GAMES, "threads": 256}
+FRACTIONS = ["gamma", "dropout", "exploration_fraction", "exploration_initial_eps", "exploration_final_eps"]
+MAY_BE_0 = ["seed", "learning_starts", "learning_rate_end", "eval_every", "checkpoint_every", *FRACTIONS]
+HIGHEST = dict.fromkeys(["tau", *FRACTIONS], 1)
+HIGHEST |= {"seed": EVAL_SEED - MAX_GAMES, "num_envs": MAX_GAMES, "eval_episodes": MAX_GAMES, "threads": 256}
 SETTINGS = {  # flags that can be set in the environment or in a file named .env
     "OPTIMAL_BATCH_SIZE": "batch_size",
     "USE_TORCH_COMPILE": "compile",
     "USE_FLASH_ATTENTION": "flash_attention",
     "USE_BF16": "bf16",
 }
-ON = ["true", "1", "yes", "on"]
-OFF = ["false", "0", "no", "off"]
+SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
-def settings() -> tuple[dict[str, int | bool], dict[str, str]]:
-    """Values from the environment, or else from .env, and their sources, both by flag."""
+def settings() -> dict:
+    """Flags that are set in the environment, or else in .env."""
     try:
-        file = dotenv_values(".env")
+        texts = {**dotenv_values(".env"), **os.environ}
     except (OSError, ValueError) as error:
         fail(f".env: cannot be read ({error}); lines like USE_BF16=1 work")
     values = {}
-    sources = {}
     for name, flag in SETTINGS.items():
-        place = "the environment" if name in os.environ else ".env"
-        text = os.environ.get(name, file.get(name))
-        if text is None:
+        if name not in texts:
             continue
-        text = text.strip().lower()
+        text = str(texts[name]).strip().lower()
         try:
-            values[flag] = int(text) if flag == "batch_size" else [*OFF, *ON].index(text) >= len(OFF)
-            if values[flag] < 1 and flag == "batch_size":
-                raise ValueError
-        except ValueError:
-            works = "a number above 0" if flag == "batch_size" else ", ".join(ON + OFF)
-            fail(f"{name}={text[:40]} (in {place}): must be {works}")
-        sources[flag] = f"{name} in {place}"
-    return values, sources
+            values[flag] = int(text) if flag == "batch_size" else SWITCH[text]
+        except (KeyError, ValueError):
+            works = "a number" if flag == "batch_size" else ", ".join(SWITCH)
+            fail(f"{name}={text[:40]} (in the environment or .env): must be {works}")
+    return values
 
 
 def fill_defaults(args: Args, device: torch.device) -> Args:
@@ -220,11 +210,10 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     if args.flash_attention and args.sdpa == "auto":
         args.sdpa = "flash"
 
-    highest_of = {**HIGHEST, "seed": EVAL_SEED - args.num_envs}  # every game has its own
     for name, value in vars(args).items():
         if type(value) not in (int, float) or (name == "gradient_steps" and value == -1):
             continue
-        highest = highest_of.get(name, sys.maxsize)
+        highest = HIGHEST.get(name, sys.maxsize)
         is_above_0 = value > 0 or (value == 0 and name in MAY_BE_0)
         if not is_above_0 or not value <= highest:  # NaN fails both
             lowest = "0 or more" if name in MAY_BE_0 else "above 0"
@@ -248,13 +237,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         fail("--export-sb3 --evaluate: a zip is written at the end of training; --resume works")
     if args.export_sb3 is not None:
         path = Path(args.export_sb3)
-        try:
-            is_new = not path.exists()
-            path.open("ab").close()  # at the end of a run it would be too late
-            if is_new:
-                path.unlink()
-        except (OSError, ValueError) as error:  # ValueError: a null byte
-            fail(f"--export-sb3 {args.export_sb3!r}: cannot be written ({error}); a zip in a folder that exists works")
+        if path.is_dir() or not os.access(path.parent, os.W_OK):  # at the end of a run it would be too late
+            fail(f"--export-sb3 {args.export_sb3!r}: cannot be written; a zip in a folder that exists works")
     return args
 
 
@@ -262,23 +246,26 @@ def make_envs(args: Args, num_envs: int, **kwargs: Any) -> list[gym.Env]:
     """`num_envs` plain environments: with a few games a Python loop is faster than a batched one."""
     try:
         if args.board is not None:
-            rows, _, columns = args.board.partition("x")
-            kwargs["board"] = (int(rows), int(columns or 0))
+            kwargs["board"] = tuple(int(side) for side in args.board.split("x"))
         envs = [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(num_envs)]
     except Exception as error:  # a game's code may raise anything
-        board = f" --board {args.board}" if args.board is not None else ""
-        fail(f"--env-id {args.env_id}{board}: {str(error)[:200]}; {', '.join(VARIANTS)} and Gymnasium's ids work")
+        works = f"{', '.join(VARIANTS)} with --board 10x10, or Gymnasium's ids without --board work"
+        fail(f"--env-id {args.env_id} --board {args.board}: {str(error)[:200]}; {works}")
     observations = envs[0].observation_space
     actions = envs[0].action_space
-    is_box = isinstance(observations, gym.spaces.Box) and len(observations.shape) > 0
+    is_box = isinstance(observations, gym.spaces.Box)
     if not is_box or not isinstance(actions, gym.spaces.Discrete) or actions.start:
         fail(f"--env-id {args.env_id}: needs Box observations and Discrete actions, not {observations} and {actions}")
     image = is_image(observations)
     shape = observations.shape
-    if args.policy == "CnnPolicy" and not (image and sorted(shape)[1] >= 36):
-        fail(f"--policy CnnPolicy: needs images of 36x36 or more, {args.env_id} has {observations}; MlpPolicy works")
-    if args.policy == "transformer" and (len(shape) != 3 or image):
-        fail(f"--policy transformer: needs a board of cells, {args.env_id} has {observations}; MlpPolicy works")
+    fits = {
+        "MlpPolicy": True,
+        "CnnPolicy": image and sorted(shape)[1] >= 36,
+        "transformer": len(shape) == 3 and not image,
+    }
+    if not fits[args.policy]:
+        needs = f"CnnPolicy needs images of 36x36 or more, transformer a board of cells, not {observations}"
+        fail(f"--policy {args.policy}: {needs}; MlpPolicy works")
     if image and np.argmin(shape) != 0:
         rows, columns, channels = shape
         turned = gym.spaces.Box(0, 255, (channels, rows, columns), np.uint8)
@@ -294,12 +281,11 @@ def is_image(space: gym.spaces.Box) -> bool:
 # ---------------------------------------------------------------------------------------------------- networks
 
 
-SDPA_KERNELS = {  # by --sdpa, in the order of preference; MATH always runs
-    "auto": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
-    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
-    "efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
-    "math": [SDPBackend.MATH],
+SDPA_BACKENDS = {  # in the order of preference
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,  # always runs
 }
 
 
@@ -316,29 +302,29 @@ class Transformer(nn.Module):
         self.features_dim = 128
         width = 64
         rows, columns, channels = observation_space.shape
-        self.kernels = SDPA_KERNELS[sdpa]
+        self.backends = list(SDPA_BACKENDS.values()) if sdpa == "auto" else [SDPA_BACKENDS[sdpa], SDPBackend.MATH]
         self.embed = nn.Linear(channels, width)
         # Sinusoidal positions: half of the width for the row, half for the column.
         frequencies = 1e4 ** -torch.arange(0, 1, 4 / width)
         angles = torch.arange(max(rows, columns))[:, None] * frequencies
         waves = torch.cat([angles.sin(), angles.cos()], 1)
-        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        position = torch.cat([waves[row], waves[column]], 2).flatten(0, 1)
+        by_row = waves[:rows].repeat_interleave(columns, 0)
+        by_column = waves[:columns].repeat(rows, 1)
+        position = torch.cat([by_row, by_column], 1)
         self.register_buffer("position", position, persistent=False)
-        layer1 = nn.TransformerEncoderLayer(width, 4, 128, dropout, batch_first=True)
-        layer2 = nn.TransformerEncoderLayer(width, 4, 128, dropout, batch_first=True)
-        self.layers = nn.Sequential(layer1, layer2)
+        layers = [nn.TransformerEncoderLayer(width, 4, 128, dropout, batch_first=True) for _ in range(2)]
+        self.layers = nn.Sequential(*layers)
         self.norm = nn.LayerNorm(width)
         self.out = nn.Sequential(nn.Linear(width, self.features_dim), nn.ReLU())
 
     def kernel(self, dtype: torch.dtype, device: torch.device) -> str:
         """Name of the kernel that PyTorch picks here."""
         q = torch.empty(1, 4, 16, 16, dtype=dtype, device=device)
-        with sdpa_kernel(self.kernels, set_priority=True):
+        with sdpa_kernel(self.backends, set_priority=True):
             return SDPBackend(torch._fused_sdp_choice(q, q, q, dropout_p=self.layers[0].dropout.p)).name.lower()
 
     def forward(self, obs: Tensor) -> Tensor:
-        with sdpa_kernel(self.kernels, set_priority=True):
+        with sdpa_kernel(self.backends, set_priority=True):
             x = self.layers(self.embed(obs.flatten(1, 2)) + self.position)
         return self.out(self.norm(x.mean(1)))
 
@@ -367,17 +353,9 @@ class NatureCNN(nn.Module):
 
 def flatten_parameters(module: nn.Module) -> Tensor:
     """One vector; the weights of `module` become views of it. Clipping, Adam and a copy then take one call each."""
-    parameters = list(module.parameters())
-    flat = nn.utils.parameters_to_vector(parameters).detach()
-    for parameter, view in zip(parameters, views_of(flat, parameters)):
-        parameter.data = view
+    flat = nn.utils.parameters_to_vector(module.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, module.parameters())
     return flat
-
-
-def views_of(vector: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Parts of `vector` with the shapes of `parameters`."""
-    parts = vector.split([parameter.numel() for parameter in parameters])
-    return [part.view_as(parameter) for part, parameter in zip(parts, parameters)]
 
 
 class QNetwork(nn.Module):
@@ -403,8 +381,7 @@ class QNetwork(nn.Module):
         self.q_net = nn.Sequential(*layers, nn.Linear(sizes[-1], int(env.action_space.n)))
 
     def forward(self, obs: Tensor) -> Tensor:
-        obs = obs.float() if self.scale == 1 else obs.float() / self.scale
-        return self.q_net(self.features_extractor(obs)).float()
+        return self.q_net(self.features_extractor(obs.float() / self.scale)).float()
 
 
 # ------------------------------------------------------------------------------------------------ the algorithm
@@ -471,8 +448,7 @@ class ReplayBuffer:
     def __init__(self, args: Args, space: gym.spaces.Box, device: torch.device) -> None:
         self.capacity = args.buffer_size // args.num_envs
         self.num_envs = args.num_envs
-        self.position = 0
-        self.size = 0
+        self.steps = 0
         shape = (self.capacity, args.num_envs)
         arrays = [
             np.zeros(shape + space.shape, space.dtype),  # takes memory as it fills
@@ -485,25 +461,24 @@ class ReplayBuffer:
         self.rows = arrays if device.type == "cpu" else tensors
         self.transitions = [tensor.flatten(0, 1) for tensor in tensors]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**dict(zip(self.NAMES, self.transitions)), "position": self.position, "size": self.size}
+    def state_dict(self) -> dict:
+        return {**dict(zip(self.NAMES, self.transitions)), "steps": self.steps}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict) -> None:
         for name, tensor in zip(self.NAMES, self.transitions):
             tensor.copy_(saved[name])
-        self.position = saved["position"]
-        self.size = saved["size"]
+        self.steps = saved["steps"]
 
     def add(self, *step: np.ndarray) -> None:
         """One step of every game: obs, next_obs (final ones included), action, reward, discount."""
+        position = self.steps % self.capacity
         for rows, values in zip(self.rows, step):
-            rows[self.position] = values if isinstance(rows, np.ndarray) else torch.from_numpy(values)
-        self.position = (self.position + 1) % self.capacity
-        self.size = min(self.size + 1, self.capacity)
+            rows[position] = values if isinstance(rows, np.ndarray) else torch.from_numpy(values)
+        self.steps += 1
 
     def sample_index(self, index: Tensor) -> None:
         """Write random transition numbers into `index`, drawn in SB3's order."""
-        row = np.random.randint(0, self.size, size=len(index))
+        row = np.random.randint(0, min(self.steps, self.capacity), size=len(index))
         row *= self.num_envs
         row += np.random.randint(0, self.num_envs, size=len(index))
         index.copy_(torch.from_numpy(row))
@@ -530,8 +505,7 @@ class Learner:
         self.weights = flatten_parameters(self.q_network)
         self.target_weights = flatten_parameters(self.target_network)
         self.actor = copy.deepcopy(self.q_network).requires_grad_(False).eval()  # without dropout, on the same weights
-        for mirror, parameter in zip(self.actor.parameters(), self.parameters):
-            mirror.data = parameter.data
+        nn.utils.vector_to_parameters(self.weights, self.actor.parameters())
         step = torch.zeros(1, dtype=torch.float64, device=device)
         self.learning_rate = torch.full_like(step, args.learning_rate)
         self.adam = {
@@ -546,7 +520,7 @@ class Learner:
         if device.type == "cpu" and dtype == torch.float32 and args.policy == "MlpPolicy":
             # On the same weights, since calling PyTorch costs more than these matmuls: 8 us an action, not 31.
             for layer in self.actor.q_net[::2]:
-                self.numpy_layers.append((layer.weight.detach().numpy().T, layer.bias.detach().numpy()))
+                self.numpy_layers.append((layer.weight.numpy().T, layer.bias.numpy()))
 
     def autocast(self) -> torch.autocast:
         # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
@@ -560,13 +534,11 @@ class Learner:
     def greedy_action(self, obs: np.ndarray) -> np.ndarray:
         if not self.numpy_layers:
             return self.policy(torch.from_numpy(obs).to(self.device)).cpu().numpy()
-        x = np.asarray(obs.reshape(len(obs), -1), np.float32)
-        if self.actor.scale != 1:
-            x = x / np.float32(self.actor.scale)
-        for weight, bias in self.numpy_layers[:-1]:
-            x = np.maximum(x @ weight + bias, 0)
-        weight, bias = self.numpy_layers[-1]
-        return (x @ weight + bias).argmax(1)
+        x = np.asarray(obs.reshape(len(obs), -1), np.float32) / self.actor.scale
+        for weight, bias in self.numpy_layers:
+            q = x @ weight + bias
+            x = np.maximum(q, 0)
+        return q.argmax(1)
 
     def td_loss(self, obs: Tensor, next_obs: Tensor, action: Tensor, reward: Tensor, discount: Tensor) -> Tensor:
         with torch.no_grad():
@@ -600,16 +572,19 @@ class Learner:
 
     def compile(self, mode: str, obs: np.ndarray) -> None:
         """Compile the update and the policy here rather than in the timed loop."""
-        torch._dynamo.reset()  # of an earlier run in the same process
+        torch.compiler.reset()  # of an earlier run in the same process
         state = [self.weights, self.target_weights, *self.adam.values(), self.loss_sum]
         before = [tensor.clone() for tensor in state]
         if self.device.type == "cuda":  # else reduce-overhead makes no graph, and does not say so
             for tensor in (*state, self.index, *self.replay.transitions):
                 torch._dynamo.mark_static_address(tensor)
-        # The C++ wrapper saves 30 us an update. Without guards, which only values could fail, it saves 30 more.
-        options = torch._inductor.list_mode_options(mode)
-        options["cpp_wrapper"] = self.device.type == "cpu"
-        options["guard_filter_fn"] = lambda guards: [False] * len(guards)
+        options = {
+            "triton.cudagraphs": mode != "default",
+            "max_autotune": mode == "max-autotune",
+            "coordinate_descent_tuning": mode == "max-autotune",
+            "cpp_wrapper": self.device.type == "cpu",  # saves 30 us an update
+            "guard_filter_fn": lambda guards: [False] * len(guards),  # only values could fail; 30 more
+        }
         self.update = torch.compile(self.update, options=options)
         self.policy = torch.compile(self.policy, mode=mode)
         # One graph from the replay to the new weights.
@@ -629,69 +604,68 @@ class Games:
         self.action_space = self.envs[0].action_space
         self.action_space.seed(args.seed)
         self.obs = np.stack([env.reset(seed=args.seed + number)[0] for number, env in enumerate(self.envs)])
+        self.last_obs = self.obs.copy()
         self.next_obs = self.obs.copy()
         self.reward = np.zeros(args.num_envs, np.float32)
         self.discount = np.zeros(args.num_envs, np.float32)
-        self.returns = np.zeros(args.num_envs)
-        self.lengths = np.zeros(args.num_envs, np.int64)
+        self.returns = [0.0] * args.num_envs
+        self.lengths = [0] * args.num_envs
         self.is_snake = isinstance(self.envs[0].unwrapped, SnakeEnv)  # other games cannot be restored
 
-    def step(self, action: np.ndarray) -> dict[int, dict]:
-        """Step every game. Returns `info` of those that ended, by number."""
-        ended = {}
-        for number, env in enumerate(self.envs):
-            self.next_obs[number], self.reward[number], terminated, truncated, info = env.step(action[number])
-            self.discount[number] = 0 if terminated else self.gamma  # a truncated game is bootstrapped
-            if terminated or truncated:
-                ended[number] = info
-        return ended
+    def step(self, action: np.ndarray) -> list[tuple]:
+        """Step every game and restart those that ended. Returns their return, length and score.
 
-    def finish_step(self, ended: dict[int, dict]) -> list[tuple]:
-        """Restart games that ended. Returns their return, length and score."""
-        self.obs[:] = self.next_obs
-        self.returns += self.reward
-        self.lengths += 1
+        The transitions are in `last_obs`, `next_obs` (final ones included), `reward` and `discount`.
+        """
+        self.last_obs[:] = self.obs
         episodes = []
-        for number, info in ended.items():
-            episode_return = self.returns[number]
-            episodes.append((episode_return, self.lengths[number], info.get("score", episode_return)))
-            self.obs[number], _ = self.envs[number].reset()
-            self.returns[number] = 0
-            self.lengths[number] = 0
+        for number, env in enumerate(self.envs):
+            obs, reward, terminated, truncated, info = env.step(action[number])
+            self.next_obs[number] = obs
+            self.reward[number] = reward
+            self.discount[number] = 0 if terminated else self.gamma  # a truncated game is bootstrapped
+            self.returns[number] += float(self.reward[number])
+            self.lengths[number] += 1
+            if terminated or truncated:
+                episode_return = self.returns[number]
+                episodes.append((episode_return, self.lengths[number], info.get("score", episode_return)))
+                obs, _ = env.reset()
+                self.returns[number] = 0
+                self.lengths[number] = 0
+            self.obs[number] = obs
         return episodes
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         _, numpy_key, numpy_position, *_ = np.random.get_state()
         return {
             "envs": [env.unwrapped.state_dict() for env in self.envs] if self.is_snake else None,
             "obs": torch.from_numpy(self.obs),
-            "returns": self.returns.tolist(),
-            "lengths": self.lengths.tolist(),
+            "returns": self.returns,
+            "lengths": self.lengths,
             "action_space": self.action_space.np_random.bit_generator.state,
-            "numpy_key": torch.from_numpy(numpy_key.astype(np.int64)),
-            "numpy_position": numpy_position,
+            "numpy": [numpy_key.tolist(), numpy_position],
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict) -> None:
         if len(saved["returns"]) != len(self.envs):
             raise ValueError("--num-envs must be as it was")
-        np.random.set_state(("MT19937", saved["numpy_key"].numpy(), saved["numpy_position"]))
+        np.random.set_state(("MT19937", *saved["numpy"]))
         self.action_space.np_random.bit_generator.state = saved["action_space"]
         if not self.is_snake:
             print("new games: only Snake's can be restored")
             return
-        for env, state in zip(self.envs, saved["envs"], strict=True):
+        for env, state in zip(self.envs, saved["envs"]):
             env.unwrapped.load_state_dict(state)
         self.obs[:] = saved["obs"].numpy()
-        self.returns[:] = saved["returns"]
-        self.lengths[:] = saved["lengths"]
+        self.returns = saved["returns"]
+        self.lengths = saved["lengths"]
 
 
 # --------------------------------------------------------------------------------------------------- evaluation
 
 
 @torch.no_grad()
-def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.device) -> dict[str, float]:
+def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.device) -> dict:
     """Scores of `episodes` greedy games, with seeds that training never uses.
 
     The score is the game's `info["score"]`, or the return if it has none.
@@ -711,7 +685,7 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
     return {
         "eval_score_mean": float(np.mean(scores)),
         "eval_score_median": float(np.median(scores)),
-        "eval_score_max": float(np.max(scores)),
+        "eval_score_max": float(max(scores)),
         "eval_episodes": episodes,
     }
 
@@ -719,15 +693,10 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
 def watch_game(q_network: QNetwork, args: Args, device: torch.device, render_mode: str):
     """Frames of one greedy game."""
     env = make_envs(args, 1, render_mode=render_mode)[0]
-
-    @torch.no_grad()
-    def policy(obs):
-        return q_network(torch.as_tensor(obs, device=device)[None]).argmax().item()
-
-    return play(env, policy, EVAL_SEED)
+    return play(env, lambda obs: q_network(torch.as_tensor(obs, device=device)[None]).argmax().item(), EVAL_SEED)
 
 
-def report(q_network: QNetwork, args: Args, device: torch.device, scores: dict[str, float], folder: Path) -> None:
+def report(q_network: QNetwork, args: Args, device: torch.device, scores: dict, folder: Path) -> None:
     """Print the scores and write the GIF."""
     print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
@@ -735,214 +704,153 @@ def report(q_network: QNetwork, args: Args, device: torch.device, scores: dict[s
         try:
             write_gif(watch_game(q_network, args, device, "rgb_array"), path)
             print(path)
-        except OSError as error:
-            print(f"--video: {path} cannot be written ({error})")
-        except (Exception, SystemExit) as error:  # a game's code may raise anything
-            print(f"--video: {args.env_id} cannot be drawn ({type(error).__name__}: {' '.join(str(error).split())})")
-
-
-def render_game(q_network: QNetwork, args: Args, device: torch.device) -> None:
-    """One game in the terminal, or in a window of its own."""
-    modes = make_envs(args, 1)[0].metadata.get("render_modes", [])
-    frames = watch_game(q_network, args, device, "ansi" if "ansi" in modes else "human")
-    try:
-        first = next(frames)
-    except Exception as error:  # a package is missing, or there is no screen
-        fail(f"--render: {args.env_id} cannot be shown ({error})")
-    show_in_terminal(chain([first], frames), fps=12)
+        except (Exception, SystemExit) as error:  # a full disk; a game's code may raise anything
+            print(f"--video: no GIF of {args.env_id} ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
 # ------------------------------------------------------------------------------------ Stable-Baselines3's files
 
 
-SAME_NAMES = [  # hyperparameters that have the same name and form in SB3
+SAME_NAMES = [  # hyperparameters that have the same name in SB3
+    "learning_rate",
     "buffer_size",
     "learning_starts",
     "batch_size",
     "tau",
     "gamma",
+    "train_freq",
     "gradient_steps",
     "target_update_interval",
     "exploration_fraction",
     "exploration_initial_eps",
     "exploration_final_eps",
     "max_grad_norm",
+    "seed",
 ]
-POLICIES = {  # by features extractor and policy class
-    ("Transformer", "DQNPolicy"): "transformer",
-    ("NatureCNN", "DQNPolicy"): "CnnPolicy",
-    ("NatureCNN", "CnnPolicy"): "CnnPolicy",
-    ("FlattenExtractor", "DQNPolicy"): "MlpPolicy",
+COUNTERS = {  # in a checkpoint, and in a zip
+    "global_step": "num_timesteps",
+    "updates": "_n_updates",
+    "calls": "_n_calls",
+    "episodes": "_episode_num",
+    "epsilon": "exploration_rate",
 }
-ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False, "maximize": False}
+MOMENTS = ["exp_avg", "exp_avg_sq"]
 
 
-def read_sb3(name: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Flags, counters and state_dicts in a zip of SB3's DQN. Nothing in it is executed: pickles are read as text."""
+def read_sb3(name: str) -> tuple:
+    """Flags, counters, weights and Adam's state in a zip of SB3's DQN. Nothing in it is executed."""
     try:
-        saved = {}
         with zipfile.ZipFile(name) as archive, warnings.catch_warnings(action="ignore"):
             data = json.loads(archive.read("data"))
-            for part in ("policy", "policy.optimizer"):
-                file = io.BytesIO(archive.read(f"{part}.pth"))
-                saved[part] = torch.load(file, map_location="cpu", weights_only=True)
-        saved["observation_space"] = data["observation_space"]
-        counters = {
-            "global_step": int(data["num_timesteps"]),
-            "updates": int(data["_n_updates"]),
-            "calls": int(data["_n_calls"]),
-            "episodes": int(data["_episode_num"]),
-            "epsilon": float(data["exploration_rate"]),
-        }
+            weights = torch.load(archive.open("policy.pth"), map_location="cpu", weights_only=True)
+            optimizer = torch.load(archive.open("policy.optimizer.pth"), map_location="cpu", weights_only=True)
+        counters = {name: data[sb3_name] for name, sb3_name in COUNTERS.items()}
         if min(counters.values()) < 0:
             raise ValueError("its counters are negative")
-        return sb3_flags(data, saved["policy.optimizer"]), counters, saved
+        return sb3_flags(data), counters, weights, optimizer["state"]
     except Exception as error:
         fail(f"--import-sb3 {name}: cannot be loaded ({error}); a zip of stable_baselines3's DQN works")
 
 
-def pickled_words(entry: dict[str, str]) -> list[str | int]:
-    """Names, strings and integers in a pickled object, in order, without executing it."""
-    kinds = ("GLOBAL", "BINUNICODE", "SHORT_BINUNICODE", "UNICODE", "INT", "BININT", "BININT1", "BININT2")
-    words = []
-    for opcode, argument, _ in pickletools.genops(base64.b64decode(entry[":serialized:"])):
-        if opcode.name in kinds:
-            words += argument.split(" ") if opcode.name == "GLOBAL" else [argument]
-    return words
-
-
-def sb3_flags(data: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+def sb3_flags(data: dict) -> dict:
     """Flags for a zip's hyperparameters. Raises ValueError if one has no equal here."""
-    policy = data["policy_kwargs"]
-    options = policy.get("features_extractor_kwargs", {})
-    rate = data["learning_rate"]
-    frequency = data["train_freq"]
     flags = {name: data[name] for name in SAME_NAMES}
     flags["num_envs"] = data["n_envs"]
-    flags["learning_rate"] = rate
-    if data.get("seed") is not None:
-        flags["seed"] = data["seed"]
+    if data["seed"] is None:
+        del flags["seed"]
+    rate = data["learning_rate"]
     if isinstance(rate, dict) and rate[":type:"].endswith(".Cosine'>"):
         flags["lr_schedule"] = "cosine"
         flags["learning_rate"] = rate["start"]
         flags["learning_rate_end"] = rate["end"]
-    words = [frequency, "step"] if type(frequency) is int else pickled_words(frequency)
-    (flags["train_freq"],) = (word for word in words if type(word) is int)
+    if type(data["train_freq"]) is not int:
+        frequency = base64.b64decode(data["train_freq"][":serialized:"])
+        if b"step" not in frequency.lower():  # some versions of Python write STEP
+            raise ValueError("its train_freq is in episodes; only steps work")
+        operations = pickletools.genops(frequency)  # a pickle is read, not executed
+        (flags["train_freq"],) = [argument for opcode, argument, _ in operations if "INT" in opcode.name]
 
-    module, policy_class = pickled_words(data["policy_class"])
-    extractor = "NatureCNN" if policy_class == "CnnPolicy" else "FlattenExtractor"
-    extractor = policy.get("features_extractor_class", extractor).split(".")[-1].removesuffix("'>")
-    flags["policy"] = POLICIES.get((extractor, policy_class))
-    if flags["policy"] == "transformer":
-        flags["dropout"] = options.get("dropout", Args.dropout)
-        options = {name: value for name, value in options.items() if name != "dropout"}
-    relu = str(nn.ReLU)
-    adam_class = str(torch.optim.Adam)
-    checks = [  # hyperparameter, its value, the only value that works here
-        ("train_freq", words[-1].lower(), "step"),  # some versions of Python write STEP
-        ("policy_class", module, "stable_baselines3.dqn.policies"),
-        (f"features extractor {extractor} of {policy_class}", flags["policy"] is not None, True),
-        ("features_extractor_kwargs", options, {}),
-        ("activation_fn", policy.get("activation_fn", relu), relu),
-        ("normalize_images", policy.get("normalize_images", True), True),
-        ("optimizer_class", policy.get("optimizer_class", adam_class), adam_class),
-        ("n_steps", data.get("n_steps", 1), 1),
-        ("replay_buffer_kwargs", data.get("replay_buffer_kwargs") or {}, {}),
-    ]
-    (group,) = optimizer["param_groups"]
-    for option, works in ADAM.items():
-        checks.append((f"optimizer's {option}", group.get(option), works))
-    for field in fields(Args):
-        if field.name in flags and field.type in (int, float):
-            value = flags[field.name]
-            if type(value) not in (int, field.type):
-                raise ValueError(f"its {field.name} is {str(value)[:60]}, no plain number")
-            flags[field.name] = field.type(value)
-    for name, value, works in checks:
-        if value != works:
-            raise ValueError(f"its {name} is {str(value)[:60]}; only {str(works)[:60]} works")
+    others = dict(data["policy_kwargs"])
+    for name in (":type:", ":serialized:", "net_arch"):
+        others.pop(name, None)
+    if others.get("features_extractor_class", "").endswith(".Transformer'>"):
+        del others["features_extractor_class"]
+        flags["policy"] = "transformer"
+        flags["dropout"] = others.pop("features_extractor_kwargs")["dropout"]
+    elif b"CnnPolicy" in base64.b64decode(data["policy_class"][":serialized:"]):
+        flags["policy"] = "CnnPolicy"
+    others["n_steps"] = data.get("n_steps")
+    others["replay_buffer_kwargs"] = data.get("replay_buffer_kwargs")
+    for name, value in others.items():
+        if value not in (None, {}, 1, str(nn.ReLU)):
+            raise ValueError(f"its {name} is {str(value)[:60]}; only the default works")
+    for name, value in flags.items():
+        kind = type(getattr(Args, name))
+        if type(value) not in (int, kind):
+            raise ValueError(f"its {name} is {str(value)[:60]}; only a plain number works")
+        flags[name] = kind(value)
     return flags
 
 
-def import_sb3_zip(args: Args, space: gym.spaces.Box, learner: Learner) -> dict[str, Any]:
+def import_sb3(zip_name: str, learner: Learner) -> dict:
     """Load a zip's weights and Adam's moments. Returns its counters."""
-    _, counters, saved = read_sb3(args.import_sb3)
-    moments = saved["policy.optimizer"]["state"]
+    _, counters, weights, moments = read_sb3(zip_name)
     try:
-        for name, ours in (("_shape", list(space.shape)), ("dtype", str(space.dtype))):
-            theirs = saved["observation_space"].get(name, ours)
-            if theirs != ours:
-                raise ValueError(f"its observations are {theirs}, those of --env-id {args.env_id} {ours}")
-        learner.networks.load_state_dict(saved["policy"])
+        learner.networks.load_state_dict(weights)
         if moments:  # none before the first update
-            for name in ("exp_avg", "exp_avg_sq"):
-                for number, view in enumerate(views_of(learner.adam[name], learner.parameters)):
-                    view.copy_(moments[number][name])
-            (step,) = {moment["step"].item() for moment in moments.values()}
-            learner.adam["step"].fill_(step)
+            for name in MOMENTS:
+                vectors = [moments[number][name] for number in range(len(learner.parameters))]
+                learner.adam[name].copy_(nn.utils.parameters_to_vector(vectors))
+            learner.adam["step"].fill_(moments[0]["step"])
     except Exception as error:
-        fail(f"--import-sb3 {args.import_sb3}: does not fit ({error})")
+        fail(f"--import-sb3 {zip_name}: does not fit ({error})")
     done = f"{counters['global_step']:,} steps and {counters['updates']:,} updates"
-    print(f"{args.import_sb3}: continues after {done}; the replay starts empty")
+    print(f"{zip_name}: continues after {done}; the replay starts empty")
     return counters
 
 
-def write_sb3(args: Args, env: gym.Env, learner: Learner, counters: dict[str, Any]) -> None:
-    """A zip for `stable_baselines3.DQN.load`. SB3's classes are named in it, not imported."""
+def export_sb3(args: Args, env: gym.Env, learner: Learner, counters: dict) -> None:
+    """Write a zip for `stable_baselines3.DQN.load`. SB3's classes are named in it, not imported."""
 
-    def serialized(kind, content, **plain):
-        return {":type:": kind, ":serialized:": base64.b64encode(content).decode(), **plain}
-
-    def pickled(value, **plain):
-        return serialized(str(type(value)), pickle.dumps(value), **plain)
+    def pickled(value, plain):
+        text = base64.b64encode(pickle.dumps(value)).decode()
+        return {":type:": str(type(value)), ":serialized:": text, **plain}
 
     sys.modules.setdefault(SCRIPT, sys.modules[__name__])  # pickle looks up Transformer and Cosine there
-    space = env.observation_space
-    policy = "CnnPolicy" if args.policy == "CnnPolicy" else "DQNPolicy"
-    types = "stable_baselines3.common.type_aliases"
-    frequency = f"c{types}\nTrainFreq\n(I{args.train_freq}\nc{types}\nTrainFrequencyUnit\n(Vstep\ntRtR."
     data = {name: getattr(args, name) for name in SAME_NAMES}
-    data.update(counters)
-    data["learning_rate"] = args.learning_rate
-    data["seed"] = args.seed
+    for name, sb3_name in COUNTERS.items():
+        data[sb3_name] = counters[name]
     data["n_envs"] = args.num_envs
-    data["n_steps"] = 1
     data["verbose"] = 0
-    data["policy_class"] = serialized("<class 'abc.ABCMeta'>", f"cstable_baselines3.dqn.policies\n{policy}\n.".encode())
-    data["train_freq"] = serialized(f"<class '{types}.TrainFreq'>", frequency.encode())
-    data["observation_space"] = pickled(space, _shape=list(space.shape), dtype=str(space.dtype))
-    data["action_space"] = pickled(env.action_space)
+    policy = "CnnPolicy" if args.policy == "CnnPolicy" else "DQNPolicy"
+    policy_class = f"cstable_baselines3.dqn.policies\n{policy}\n."  # its pickle
+    data["policy_class"] = {":serialized:": base64.b64encode(policy_class.encode()).decode()}
+    data["observation_space"] = pickled(env.observation_space, {})
+    data["action_space"] = pickled(env.action_space, {})
     data["policy_kwargs"] = {}
     if args.policy == "transformer":
-        kwargs = {"features_extractor_kwargs": {"dropout": args.dropout}, "net_arch": [128]}
-        pickle_of = pickled({"features_extractor_class": Transformer, **kwargs}, **kwargs)
-        data["policy_kwargs"] = {"features_extractor_class": str(Transformer), **pickle_of}
+        kwargs = {"features_extractor_class": Transformer, "net_arch": [128]}
+        kwargs["features_extractor_kwargs"] = {"dropout": args.dropout}
+        data["policy_kwargs"] = pickled(kwargs, kwargs)
     if args.lr_schedule == "cosine":
         cosine = Cosine(args.learning_rate, args.learning_rate_end)
-        data["learning_rate"] = pickled(cosine, start=cosine.start, end=cosine.end)
+        data["learning_rate"] = pickled(cosine, vars(cosine))
 
-    step = learner.adam["step"].cpu().float().view(())
-    exp_avg = views_of(learner.adam["exp_avg"].cpu(), learner.parameters)
-    exp_avg_sq = views_of(learner.adam["exp_avg_sq"].cpu(), learner.parameters)
-    state = {}
-    if step > 0:
-        for number in range(len(learner.parameters)):
-            moments = {"exp_avg": exp_avg[number], "exp_avg_sq": exp_avg_sq[number]}
-            state[number] = {"step": step.clone(), **moments}
-    groups = torch.optim.Adam(learner.parameters, args.learning_rate).state_dict()["param_groups"]
-    parts = {
-        "policy": {name: weight.cpu() for name, weight in learner.networks.state_dict().items()},
-        "policy.optimizer": {"state": state, "param_groups": groups},
-    }
+    optimizer = torch.optim.Adam(learner.parameters, args.learning_rate)
+    for parameter in learner.parameters:
+        optimizer.state[parameter] = {name: torch.empty_like(parameter) for name in MOMENTS}
+        optimizer.state[parameter]["step"] = learner.adam["step"][0].float()  # each has its own
+    for name in MOMENTS:
+        vectors = [state[name] for state in optimizer.state.values()]
+        nn.utils.vector_to_parameters(learner.adam[name], vectors)
     temporary = Path(args.export_sb3).with_suffix(".tmp")
     try:
         with zipfile.ZipFile(temporary, "w") as archive:
-            archive.writestr("data", json.dumps(data, indent=4))
-            for name, part in parts.items():
-                file = io.BytesIO()
-                torch.save(part, file)
-                archive.writestr(f"{name}.pth", file.getvalue())
-            archive.writestr("_stable_baselines3_version", "2.9.2")
+            archive.writestr("data", json.dumps(data, default=str))
+            with archive.open("policy.pth", "w") as file:
+                torch.save(learner.networks.state_dict(), file)
+            with archive.open("policy.optimizer.pth", "w") as file:
+                torch.save(optimizer.state_dict(), file)
         temporary.replace(args.export_sb3)
     finally:
         temporary.unlink(missing_ok=True)
@@ -1034,6 +942,34 @@ class PhaseTimer:
         return seconds
 
 
+def throughput(env_steps: int, updates: float, batch_size: int, phases: Counter) -> dict[str, float]:
+    """Rates of `env_steps` steps and `updates` on `batch_size` samples each, in the seconds of `phases`."""
+    seconds = sum(phases.values()) or math.inf
+    samples = updates * batch_size
+    return {
+        "env_steps_per_second": env_steps / seconds,
+        "updates_per_second": updates / seconds,
+        "samples_per_second": samples / seconds,
+        "replay_ratio": samples / max(env_steps, 1),
+        "rollout_fraction": 1 - phases["learn"] / seconds,
+        "train_fraction": phases["learn"] / seconds,
+    }
+
+
+def catch_signals() -> list[int]:
+    """Ctrl-C and SIGTERM: the first is added to this list, the second ends the program."""
+    signals = []
+
+    def handle_signal(number, frame):
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+
+    signal.signal(signal.SIGINT, handle_signal)
+    signal.signal(signal.SIGTERM, handle_signal)
+    return signals
+
+
 def open_run_folder(args: Args, folder: Path, global_step: int) -> SummaryWriter:
     if args.wandb:
         try:
@@ -1063,12 +999,11 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as a RuntimeError
-        with suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
         raise OSError(f"{path}: not saved ({error}); the checkpoint before is whole") from None
 
 
-def load_checkpoint(args: Args) -> tuple[Path, dict]:
+def load_checkpoint(args: Args) -> tuple:
     """Path and content of the checkpoint that --resume or --evaluate names. Nothing in it is executed."""
     flag = "resume" if args.evaluate is None else "evaluate"
     name = getattr(args, flag)
@@ -1089,52 +1024,42 @@ def load_checkpoint(args: Args) -> tuple[Path, dict]:
             value = checkpoint["args"][field.name]
             if value not in get_args(field.type) and not isinstance(value, field.type):
                 raise ValueError(f"its {field.name} is {value}")
-        numbers = ["global_step", "updates", "episodes", "imported_steps", "imported_episodes", "elapsed"]
-        if min(checkpoint[number] for number in numbers) < 0:
+        if min(checkpoint["elapsed"], *(checkpoint[name] for name in COUNTERS)) < 0:
             raise ValueError("its counters are negative")
     except Exception as error:
         fail(f"--{flag} {name}: {path} cannot be loaded ({error}); a checkpoint, a run folder or latest works")
     return path, checkpoint
 
 
-def parse_args() -> tuple[Args, dict[str, str]]:
-    """The command line, and the sources of SETTINGS that differ from the defaults, by flag.
-
-    The defaults come from a checkpoint (--resume, --evaluate), or from the environment, .env and a zip.
-    """
-    values, sources = settings()
-    default = Args(**values)
-    args = tyro.cli(Args, default=default, description=__doc__)
-    if args.resume is not None or args.evaluate is not None:
-        path, checkpoint = load_checkpoint(args)
-        default = Args(**checkpoint["args"])
-        if ":" in default.env_id and args.env_id == Args.env_id:  # Gymnasium imports the module before the colon
-            fail(f"{path}: imports no module by itself; --env-id {default.env_id} works")
-        for name in NOT_RESUMED:
-            setattr(default, name, getattr(args, name))
-        limits = ["total_timesteps", "episodes", "max_seconds"]
-        if any(getattr(args, name) is not None for name in limits):  # a new limit replaces all
-            for name in limits:
-                setattr(default, name, None)
-        sources = dict.fromkeys(SETTINGS.values(), str(path))
-        args = tyro.cli(Args, default=default, description=__doc__)
-        if args.evaluate is None:
-            args.resume = str(path)  # later, "latest" may be another one
-    elif args.import_sb3 is not None:
-        flags, _, _ = read_sb3(args.import_sb3)
-        default = Args(**{**flags, **values})
-        sources.setdefault("batch_size", args.import_sb3)
-        args = tyro.cli(Args, default=default, description=__doc__)
-    for flag in SETTINGS.values():
-        if getattr(args, flag) != getattr(default, flag):
-            sources[flag] = "the command line"
-    return args, sources
+def parse_args() -> Args:
+    """The command line. Its defaults come from a checkpoint (--resume, --evaluate), or from a zip and the settings."""
+    values = settings()
+    args = tyro.cli(Args, default=Args(**values), description=__doc__)
+    if args.import_sb3 is not None:
+        flags, _, _, _ = read_sb3(args.import_sb3)
+        args = tyro.cli(Args, default=Args(**{**flags, **values}), description=__doc__)
+    if args.resume is None and args.evaluate is None:
+        return args
+    path, checkpoint = load_checkpoint(args)
+    saved = Args(**checkpoint["args"])
+    if ":" in saved.env_id and args.env_id == Args.env_id:  # Gymnasium imports the module before the colon
+        fail(f"{path}: imports no module by itself; --env-id {saved.env_id} works")
+    for name in NOT_RESUMED:
+        setattr(saved, name, getattr(args, name))
+    limits = ["total_timesteps", "episodes", "max_seconds"]
+    if any(getattr(args, name) is not None for name in limits):  # a new limit replaces all
+        for name in limits:
+            setattr(saved, name, None)
+    args = tyro.cli(Args, default=saved, description=__doc__)
+    if args.evaluate is None:
+        args.resume = str(path)  # later, "latest" may be another one
+    return args
 
 
 # ------------------------------------------------------------------------------------------------------ the run
 
 
-def main(args: Args, sources: dict[str, str] | None = None) -> dict:
+def main(args: Args) -> dict:
     """Train, or with --evaluate play. Returns what summary.json holds, or the scores."""
     if args.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
@@ -1149,34 +1074,30 @@ def main(args: Args, sources: dict[str, str] | None = None) -> dict:
     torch.backends.cudnn.allow_tf32 = args.tf32  # convolutions, on by default
     dtype = pick_precision(args, device)
     if args.evaluate is None:
-        return train(args, device, dtype, sources or {})
+        return train(args, device, dtype)
 
     path, checkpoint = load_checkpoint(args)
-    q_network = QNetwork(args, make_envs(args, 1)[0]).to(device).eval()
+    env = make_envs(args, 1)[0]
+    q_network = QNetwork(args, env).to(device).eval()
     try:
         q_network.load_state_dict(checkpoint["q_net"])
     except Exception as error:
         fail(f"--evaluate {args.evaluate}: {error}")
     if args.render:
-        render_game(q_network, args, device)
+        mode = "ansi" if "ansi" in env.metadata.get("render_modes", []) else "human"  # in a window of its own
+        try:
+            show_in_terminal(watch_game(q_network, args, device, mode), fps=12)
+        except Exception as error:  # a package is missing, or there is no screen
+            fail(f"--render: {args.env_id} cannot be shown ({error})")
         return {}
     scores = evaluate(q_network, args, args.eval_episodes, device)
     report(q_network, args, device, scores, path.parent)
     return scores
 
 
-def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[str, str]) -> dict:
+def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     start_time = time.perf_counter()
-    signals = []
-
-    def handle_signal(number, frame):
-        """The first signal ends the loop after this round, the second one the program."""
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(number)
-
-    signal.signal(signal.SIGINT, handle_signal)
-    signal.signal(signal.SIGTERM, handle_signal)
+    signals = catch_signals()
 
     # --- networks, games and replay -------------------------------------------------------------------------------
     games = Games(args)
@@ -1193,9 +1114,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
     # --- new, from a checkpoint, or from a zip --------------------------------------------------------------------
     folder = Path(args.run_dir) / (args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
     seconds_before = 0.0  # of the run that is resumed
-    counters = {"global_step": 0, "updates": 0, "calls": 0, "episodes": 0, "epsilon": 0.0}
-    imported_steps = 0  # of a zip: --total-timesteps and --episodes count from there
-    imported_episodes = 0
+    counters = dict.fromkeys(COUNTERS, 0)
     if args.resume is not None:
         path, checkpoint = load_checkpoint(args)
         folder = path.parent
@@ -1210,16 +1129,16 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
                 replay.load_state_dict(checkpoint["replay"])
             else:
                 print("the replay starts empty: only --checkpoint-replay saves it")
-            counters = {name: checkpoint[name] for name in counters}
-            imported_steps = checkpoint["imported_steps"]
-            imported_episodes = checkpoint["imported_episodes"]
+            counters = {name: checkpoint[name] for name in COUNTERS}
             seconds_before = checkpoint["elapsed"]
         except Exception as error:
             fail(f"--resume {args.resume}: {error}")
     if args.import_sb3 is not None:
-        counters = import_sb3_zip(args, games.envs[0].observation_space, learner)
-        imported_steps = counters["global_step"]
-        imported_episodes = counters["episodes"]
+        counters = import_sb3(args.import_sb3, learner)
+        if args.total_timesteps is not None:  # the limits count from there, as in SB3's learn
+            args.total_timesteps += counters["global_step"]
+        if args.episodes is not None:
+            args.episodes += counters["episodes"]
     global_step = counters["global_step"]
     updates = counters["updates"]
     calls = counters["calls"]  # of SB3's _on_step: one per step of all games
@@ -1231,8 +1150,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
 
     def progress():
         """Fraction of the run that is done; 1 or more ends it."""
-        by_steps = global_step / (imported_steps + (args.total_timesteps or math.inf))
-        by_episodes = episodes / (imported_episodes + (args.episodes or math.inf))
+        by_steps = global_step / (args.total_timesteps or math.inf)
+        by_episodes = episodes / (args.episodes or math.inf)
         by_seconds = clock() / (args.max_seconds or math.inf)
         return max(by_steps, by_episodes, by_seconds)
 
@@ -1242,18 +1161,15 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
     writer = open_run_folder(args, folder, global_step)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {args.threads} threads"
     precision = str(dtype).removeprefix("torch.")
-    print(f"{folder} on {device_name}")
-    timer = PhaseTimer(device)
+    active = f"{precision}, {'compiled' if args.compile else 'eager'}, batch size {args.batch_size}"
+    if sdpa is not None:
+        active += f", {sdpa}"
+    print(f"{folder} on {device_name}: {active}")
 
     # --- switches -------------------------------------------------------------------------------------------------
     if args.compile:
         learner.compile(args.compile_mode, games.obs)
     update = CUDAGraphStep(learner.update) if args.cudagraph else learner.update
-    active = f"{precision}, {'compiled' if args.compile else 'eager'}, batch size {args.batch_size}"
-    if sdpa is not None:
-        active += f", {sdpa}"
-    origins = [f"{flag} from {source}" for flag, source in sources.items()]
-    print(f"active: {active}; settings: {', '.join(origins) or 'the defaults'}")
 
     # --- the loop: SB3's learn, collect_rollouts and train --------------------------------------------------------
     def save():
@@ -1273,13 +1189,12 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
             "calls": calls,
             "episodes": episodes,
             "epsilon": epsilon,
-            "imported_steps": imported_steps,
-            "imported_episodes": imported_episodes,
             "elapsed": clock(),
         }
         if args.checkpoint_replay:
             state["replay"] = replay.state_dict()
         save_checkpoint(folder / "checkpoint.pt", state)
+        return state
 
     def evaluate_and_log(episodes):
         scores = evaluate(learner.actor, args, episodes, device)
@@ -1295,11 +1210,11 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
     first_step = logged_step = global_step
     first_update = logged_updates = updates
     scores = {}
+    timer = PhaseTimer(device)
     last_log = last_eval = last_checkpoint = clock()
     writer.add_scalar("perf/warmup_s", time.perf_counter() - start_time, global_step)
-    is_last = bool(signals)
     timer.lap()
-    while not is_last:
+    while True:
         # 1 act and step, 2 store
         for _ in range(args.train_freq):
             if global_step < args.learning_starts or np.random.rand() < epsilon:  # all games explore, or none
@@ -1309,8 +1224,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
             timer.lap("act")
             ended = games.step(action)
             timer.lap("env")
-            replay.add(games.obs, games.next_obs, action, games.reward, games.discount)
-            last_episodes.extend(games.finish_step(ended))
+            replay.add(games.last_obs, games.next_obs, action, games.reward, games.discount)
+            last_episodes.extend(ended)
             episodes += len(ended)
             timer.lap("store")
             global_step += args.num_envs
@@ -1338,19 +1253,19 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
         if is_last or seconds >= last_log + args.log_every:
             last_log = seconds
             phases = timer.read()
-            log_seconds = sum(phases.values())
             new_steps = global_step - logged_step
             new_updates = updates - logged_updates
             logged_step = global_step
             logged_updates = updates
             loss = learner.loss_sum.item()
             learner.loss_sum.zero_()
+            rates = throughput(new_steps, new_updates, args.batch_size, phases)
             scalars = {
-                "charts/SPS": new_steps / log_seconds,
-                "charts/updates_per_second": new_updates / log_seconds,
-                "charts/samples_per_second": new_updates * args.batch_size / log_seconds,
-                "charts/replay_ratio": new_updates * args.batch_size / new_steps,
-                "perf/rollout_fraction": 1 - phases["learn"] / log_seconds,
+                "charts/SPS": rates["env_steps_per_second"],
+                "charts/updates_per_second": rates["updates_per_second"],
+                "charts/samples_per_second": rates["samples_per_second"],
+                "charts/replay_ratio": rates["replay_ratio"],
+                "perf/rollout_fraction": rates["rollout_fraction"],
                 "rollout/exploration_rate": epsilon,
                 "train/learning_rate": learner.learning_rate.item(),
                 "time/fps": (global_step - first_step) / sum(timer.total.values()),
@@ -1372,27 +1287,26 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
                 scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             for name, value in scalars.items():
                 writer.add_scalar(name, value, global_step)
-            line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}  SPS {scalars['charts/SPS']:>9,.0f}"
-            line += f"  updates/s {scalars['charts/updates_per_second']:>5.0f}"
+            line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}  SPS {rates['env_steps_per_second']:>9,.0f}"
+            line += f"  updates/s {rates['updates_per_second']:>5.0f}"
             line += f"  epsilon {epsilon:.3f}  return {episodic_return:7.1f}  score {score:5.1f}"
             print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
             if not math.isfinite(loss):
                 fail(f"--learning-rate {args.learning_rate:g}: the loss is {loss}; a lower one works")
             timer.lap("log")
-        if args.eval_every and seconds >= last_eval + args.eval_every and not is_last:
+        if is_last:
+            break
+        if args.eval_every and seconds >= last_eval + args.eval_every:
             scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
             last_eval = clock()  # the interval is from the end of one to the start of the next
             timer.lap()
-        if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every and not is_last:
+        if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every:
             last_checkpoint = seconds
             save()
             timer.lap()
 
     # --- the end: first what must not be lost ---------------------------------------------------------------------
-    save()
-    new_steps = global_step - first_step
-    new_updates = updates - first_update
-    busy_seconds = sum(timer.total.values()) or math.inf
+    checkpoint = save()
     summary = {
         "script": SCRIPT,
         "device": device_name,
@@ -1404,30 +1318,17 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, sources: dict[st
         "updates": updates,
         "episodes": episodes,
         "wall_seconds": clock(),
-        "env_steps_per_second": new_steps / busy_seconds,
-        "updates_per_second": new_updates / busy_seconds,
-        "samples_per_second": new_updates * args.batch_size / busy_seconds,
-        "replay_ratio": new_updates * args.batch_size / max(new_steps, 1),
-        "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
-        "train_fraction": timer.total["learn"] / busy_seconds,
+        **throughput(global_step - first_step, updates - first_update, args.batch_size, timer.total),
         **scores,
     }
     summary_file = folder / "summary.json"
     summary_file.write_text(json.dumps(summary, indent=2))
     print()
     if args.episodes:
-        print(f"{episodes - imported_episodes} games took {global_step - imported_steps:,} steps")
+        print(f"{episodes:,} games took {global_step:,} steps")
     if args.export_sb3 is not None:
-        counters = {
-            "num_timesteps": global_step,
-            "_n_updates": updates,
-            "_n_calls": calls,
-            "_episode_num": episodes,
-            "exploration_rate": epsilon,
-            "_current_progress_remaining": 1 - min(progress(), 1),
-        }
         try:
-            write_sb3(args, games.envs[0], learner, counters)
+            export_sb3(args, games.envs[0], learner, checkpoint)
             print(f"{args.export_sb3}: for stable_baselines3.DQN.load")
         except Exception as error:  # a full disk, or spaces that cannot be pickled
             print(f"--export-sb3 {args.export_sb3}: cannot be written ({error})", file=sys.stderr)
@@ -1449,7 +1350,7 @@ if __name__ == "__main__":
     threading.excepthook = lambda _: None  # TensorBoard's thread: its error is raised again in this one
     try:
         sys.stdout.reconfigure(line_buffering=True)
-        main(*parse_args())
+        main(parse_args())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:  # the reader is gone (`| head`)

@@ -189,15 +189,14 @@ def sb3_transformer(flags: str, seconds: float) -> dict:
     compat = importlib.import_module("dqn_snake_sb3_compat")
     args = tyro.cli(compat.Args, args=shlex.split(flags))
     torch.set_num_threads(args.threads)
-    names = " ".join([*compat.SAME_NAMES, "learning_rate", "train_freq"])
-    settings = {name: getattr(args, name) for name in names.split()}
+    settings = {name: getattr(args, name) for name in compat.SAME_NAMES}
     network = {
         "features_extractor_class": compat.Transformer,
         "features_extractor_kwargs": {"dropout": args.dropout},
         "net_arch": [128],
     }
     game = compat.make_envs(args, 1)[0]
-    model = DQN("MlpPolicy", game, policy_kwargs=network, device=args.device, seed=args.seed, **settings)
+    model = DQN("MlpPolicy", game, policy_kwargs=network, device=args.device, **settings)
     update_ends = []
 
     def keep_training(*_: Any) -> bool:

@@ -111,8 +111,7 @@ def test_the_script_reads_the_new_env(tmp_path, old) -> None:
     if old is not None:
         (tmp_path / ".env").write_text(old)
     sb3_compat.write_env(ENV)
-    values, _ = script.settings()
-    assert values == {"batch_size": 8192, "compile": False, "flash_attention": True, "bf16": True}
+    assert script.settings() == {"batch_size": 8192, "compile": False, "flash_attention": True, "bf16": True}
     assert old is None or "FOO=1" in (tmp_path / ".env").read_text().splitlines()
 
 
@@ -126,4 +125,4 @@ def test_an_env_that_cannot_be_written_is_one_line(tmp_path, capsys) -> None:
 def test_the_sweep_writes_env(machine) -> None:
     machine()
     main(Options("sweep", "cpu", fast=True, write_env=True))
-    assert script.settings()[0] == {"batch_size": 32, "compile": True, "flash_attention": False, "bf16": False}
+    assert script.settings() == {"batch_size": 32, "compile": True, "flash_attention": False, "bf16": False}

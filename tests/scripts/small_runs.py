@@ -108,15 +108,14 @@ class Script:
         """The Args of a command line."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [f"{self.name}.py", *map(str, words)])
-            parsed = self.module.parse_args()
-        return parsed[0] if isinstance(parsed, tuple) else parsed  # compat also says where its settings come from
+            return self.module.parse_args()
 
     def cli(self, *words: object) -> dict[str, Any]:
         """What `main` gives for a command line."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [f"{self.name}.py", *map(str, words)])
-            parsed = self.module.parse_args()
-        return self.module.main(*parsed) if isinstance(parsed, tuple) else self.module.main(parsed)
+            args = self.module.parse_args()
+        return self.module.main(args)
 
     def program(self, *words: str) -> None:
         """The script from its first line to its last, in this process."""
