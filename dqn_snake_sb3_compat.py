@@ -1,7 +1,7 @@
 """Stable-Baselines3's DQN, number for number: same defaults, same order of events, same files.
 
     python dqn_snake_sb3_compat.py                                                # two minutes of Snake on 20 x 20
-    python dqn_snake_sb3_compat.py --policy transformer --batch-size 8192 --bf16  # large batches, made for a GPU
+    python dqn_snake_sb3_compat.py --policy transformer --batch-size 8192 --bf16  # large batches on a GPU
     python dqn_snake_sb3_compat.py --env-id CartPole-v1 --compile                 # any Gymnasium id; fast on a CPU too
     python dqn_snake_sb3_compat.py --import-sb3 model.zip --export-sb3 more.zip   # continues SB3's training
     python dqn_snake_sb3_compat.py --evaluate latest --render                     # watch the last agent play
@@ -700,11 +700,9 @@ def report(q_network: QNetwork, args: Args, device: torch.device, scores: dict, 
     """Print the scores and write the GIF."""
     print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video:
-        path = folder / "videos" / "game.gif"
         try:
-            write_gif(watch_game(q_network, args, device, "rgb_array"), path)
-            print(path)
-        except (Exception, SystemExit) as error:  # a full disk; a game's code may raise anything
+            write_gif(watch_game(q_network, args, device, "rgb_array"), folder / "videos" / "game.gif")
+        except (Exception, SystemExit) as error:  # a game's code may raise anything
             print(f"--video: no GIF of {args.env_id} ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
@@ -1016,10 +1014,9 @@ def load_checkpoint(args: Args) -> tuple:
         if path.is_dir():
             path = path / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["script"] != SCRIPT:
-            raise ValueError(f"it is one of {checkpoint['script']}.py")
-        if checkpoint["version"] != CHECKPOINT_VERSION or checkpoint["args"].keys() != vars(args).keys():
-            raise ValueError("it was made by another version")
+        made_by = [checkpoint["script"], checkpoint["version"]]
+        if made_by != [SCRIPT, CHECKPOINT_VERSION] or checkpoint["args"].keys() != vars(args).keys():
+            raise ValueError(f"made by another script or version, {made_by}")
         for field in fields(Args):
             value = checkpoint["args"][field.name]
             if value not in get_args(field.type) and not isinstance(value, field.type):
@@ -1156,8 +1153,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         return max(by_steps, by_episodes, by_seconds)
 
     if progress() >= 1:
-        done = f"its run is over after {global_step:,} steps, {episodes:,} games and {clock():.0f} s"
-        fail(f"--resume {args.resume}: {done}; a larger --total-timesteps, --episodes or --max-seconds works")
+        works = "a larger --total-timesteps, --episodes or --max-seconds works"
+        fail(f"--resume {args.resume}: the run is over; {works}")
     writer = open_run_folder(args, folder, global_step)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {args.threads} threads"
     precision = str(dtype).removeprefix("torch.")
@@ -1283,14 +1280,12 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 scalars["train/loss"] = loss / new_updates
             for phase, phase_seconds in phases.items():
                 scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * args.num_envs / new_steps
-            if device.type == "cuda":
-                scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             for name, value in scalars.items():
                 writer.add_scalar(name, value, global_step)
             line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}  SPS {rates['env_steps_per_second']:>9,.0f}"
             line += f"  updates/s {rates['updates_per_second']:>5.0f}"
             line += f"  epsilon {epsilon:.3f}  return {episodic_return:7.1f}  score {score:5.1f}"
-            print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
+            print(line)
             if not math.isfinite(loss):
                 fail(f"--learning-rate {args.learning_rate:g}: the loss is {loss}; a lower one works")
             timer.lap("log")
@@ -1323,7 +1318,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     }
     summary_file = folder / "summary.json"
     summary_file.write_text(json.dumps(summary, indent=2))
-    print()
     if args.episodes:
         print(f"{episodes:,} games took {global_step:,} steps")
     if args.export_sb3 is not None:
