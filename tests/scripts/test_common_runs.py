@@ -34,8 +34,7 @@ MORE_TAGS = {
     "ppo_snake": "losses/loss losses/pg_loss losses/v_loss losses/entropy losses/approx_kl perf/env_ms perf/store_ms",
     "dqn_snake_sb3_compat": "rollout/ep_rew_mean rollout/ep_len_mean rollout/exploration_rate time/fps train/loss "
     "train/learning_rate",
-    "ppo_metta": "losses/pg_loss losses/v_loss losses/entropy losses/approx_kl losses/clipfrac "
-    "losses/explained_variance perf/env_ms perf/store_ms",
+    "ppo_metta": "losses/pg_loss losses/v_loss losses/entropy losses/approx_kl perf/env_ms perf/store_ms",
     "dqn_mario_async": "charts/distance charts/flags charts/epsilon losses/td_loss losses/q_values perf/env_ms "
     "perf/store_ms collect/produced collect/stored collect/lost collect/wait_fraction "
     "collect/weight_age collect/ring_fill",
