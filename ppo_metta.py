@@ -197,6 +197,8 @@ MAY_BE_0 += ["ent_coef", "end_ent_coef", "muon_learning_rate", "prio_alpha", "pr
 HIGHEST = {
     "gamma": 1,
     "gae_lambda": 1,
+    "prio_alpha": 1,
+    "prio_beta0": 1,
     "seed": EVAL_SEED - 1,
     "threads": 256,
     "num_workers": 1024,
@@ -285,8 +287,7 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     if args.threads is None:  # a thread that shares its core with a worker holds up all others
         args.threads = min(max(cores - args.num_workers * uses_workers, 1), 8)
     if uses_workers and num_envs % (args.num_workers * args.async_factor):
-        counts = f"{RANKS} processes x {args.num_workers} workers x --async-factor {args.async_factor}"
-        fail(f"--num-envs {args.num_envs}: must be a multiple of {counts}")
+        fail(f"--num-envs {args.num_envs}: must be a multiple of {RANKS} processes x --num-workers x --async-factor")
     if args.vec_env == "device" and is_real:
         fail("--vec-env device: the real MettaGrid runs on the CPU; subproc works, also with --num-workers 0")
     if args.env_config is not None and not is_real:
@@ -653,8 +654,6 @@ class Muon(torch.optim.Optimizer):
     rate is a number, which a CUDA graph would freeze. Gradients that overflowed in float16 count as zero.
     """
 
-    MOMENTUM = 0.95
-
     def __init__(self, weight: Tensor, lr: Tensor) -> None:
         super().__init__([weight], {})
         self.weight = weight
@@ -663,9 +662,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
+        beta = 0.95
         grad = self.weight.grad.nan_to_num(0, 0, 0)
-        self.momentum.lerp_(grad, 1 - self.MOMENTUM)
-        update = orthogonalize(grad.lerp(self.momentum, self.MOMENTUM))
+        self.momentum.lerp_(grad, 1 - beta)
+        update = orthogonalize(grad.lerp(self.momentum, beta))
         rows, columns = self.weight.shape
         self.weight.sub_(self.lr * max(1, rows / columns) ** 0.5 * update)
 
@@ -948,20 +948,6 @@ class PhaseTimer:
         return seconds
 
 
-def catch_signals() -> list[int]:
-    """Ctrl-C and SIGTERM: the first is added to this list, the second ends the program."""
-    signals = []
-
-    def handle_signal(number, frame):
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(number)
-
-    signal.signal(signal.SIGINT, handle_signal)
-    signal.signal(signal.SIGTERM, handle_signal)
-    return signals
-
-
 def throughput(env_steps: int, updates: float, batch_size: int, phases: Counter) -> dict[str, float]:
     """Rates of `env_steps` steps and `updates` on `batch_size` samples each, in the seconds of `phases`."""
     seconds = sum(phases.values()) or math.inf
@@ -974,6 +960,20 @@ def throughput(env_steps: int, updates: float, batch_size: int, phases: Counter)
         "rollout_fraction": 1 - phases["learn"] / seconds,
         "train_fraction": phases["learn"] / seconds,
     }
+
+
+def catch_signals() -> list[int]:
+    """Ctrl-C and SIGTERM: the first is added to this list, the second ends the program."""
+    signals = []
+
+    def handle_signal(number, frame):
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+
+    signal.signal(signal.SIGINT, handle_signal)
+    signal.signal(signal.SIGTERM, handle_signal)
+    return signals
 
 
 def join_ranks() -> None:
@@ -1061,7 +1061,8 @@ def load_checkpoint(args: Args) -> tuple:
         if min(checkpoint["global_step"], checkpoint["elapsed"]) < 0:
             raise ValueError("its counters are negative")
     except Exception as error:
-        fail(f"--{flag} {name}: {path} cannot be loaded ({error}); a checkpoint, a run folder or latest works")
+        problem = f"{path} cannot be loaded ({type(error).__name__}: {error})"
+        fail(f"--{flag} {name}: {problem}; a checkpoint, a run folder or latest works")
     return path, checkpoint
 
 
@@ -1122,7 +1123,7 @@ def main(args: Args) -> dict:
     try:
         agent.load_state_dict(checkpoint["agent"])
     except Exception as error:
-        fail(f"--evaluate {args.evaluate}: {error}")
+        fail(f"--evaluate {args.evaluate}: {type(error).__name__}: {error}")
     if RANK > 0:
         return {}
     if args.render:
@@ -1184,7 +1185,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 state.copy_(checkpoint["state"])
                 episode_start.copy_(checkpoint["episode_start"])
         except Exception as error:
-            fail(f"--resume {args.resume}: {error}")
+            fail(f"--resume {args.resume}: {type(error).__name__}: {error}")
+    learning_rate = learner.adam.param_groups[0]["lr"]  # a tensor, as all that changes in a CUDA graph
     obs = envs.obs.to(device, copy=True)  # what each agent acts on next
 
     @torch.no_grad()
@@ -1199,7 +1201,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             policy(obs[:1], state[:1], episode_start[:1])
         except RuntimeError as error:
             fail(f"--sdpa {args.sdpa}: does not run here in {dtype} ({error}); auto works")
-
     writer = open_run_folder(args, folder, global_step) if RANK == 0 else None
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {args.threads} threads"
     precision = str(dtype).removeprefix("torch.")
@@ -1250,7 +1251,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
 
     def collect_rollout():
         """`num_steps` steps of all agents. Workers play one group while the policy acts for the next one."""
-        if isinstance(envs, LocalEnvs):
+        if envs.num_groups == 1:
             for step in range(args.num_steps):
                 current_step.fill_(step)
                 act_step_and_store()
@@ -1351,7 +1352,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         progress = progress_of(args, global_step, seconds)
         if args.anneal_lr:
             decay = 0.5 * (1 + math.cos(math.pi * progress))
-            learner.adam.param_groups[0]["lr"].fill_(args.learning_rate * decay)
+            learning_rate.fill_(args.learning_rate * decay)
             learner.muon.lr.fill_(args.muon_learning_rate * decay)
         learner.ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * progress)
         learner.prio_beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
@@ -1384,7 +1385,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 "charts/samples_per_second": rates["samples_per_second"],
                 "charts/replay_ratio": rates["replay_ratio"],
                 "perf/rollout_fraction": rates["rollout_fraction"],
-                "losses/learning_rate": learner.adam.param_groups[0]["lr"].item(),
+                "losses/learning_rate": learning_rate.item(),
             }
             if episodes:
                 scalars["charts/score"] = hearts
