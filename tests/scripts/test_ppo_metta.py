@@ -596,6 +596,7 @@ def test_values_that_are_not_finite_are_not_stored(run, monkeypatch, capsys) -> 
     monkeypatch.setattr(ppo_metta, "gae", lambda r, v, *a: asked.append((v.clone(), a[1].clone())) or gae_of(r, v, *a))
     with pytest.raises(SystemExit):
         run(total_timesteps=384)
+    assert "the loss is nan" in capsys.readouterr().err
     assert len(asked) == 4 and all(part.isfinite().all() for parts in asked for part in parts)
 
 
