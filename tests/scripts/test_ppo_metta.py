@@ -219,12 +219,11 @@ def test_a_kernel_that_does_not_run_is_named_and_leaves_no_run_folder(run, capsy
 
 def test_evaluation_needs_no_kernel_of_training() -> None:
     agent, obs = agent_of(network="token-attention", sdpa="cudnn"), tokens()
-    step = obs[None], torch.zeros(len(obs), agent.state_size), torch.zeros(1, len(obs), dtype=torch.bool)
-    args = fill_defaults(Args(**QUICK), CPU)
     other = agent_of(network="token-attention")
-    assert ppo_metta.evaluate(agent, args, 6, CPU) == ppo_metta.evaluate(other, args, 6, CPU)
+    act, act_as_usual = (ppo_metta.make_player(each, len(obs), CPU) for each in (agent, other))
+    assert torch.equal(act(obs), act_as_usual(obs))
     with pytest.raises(RuntimeError):  # the next update uses the kernel that --sdpa names
-        agent(*step)
+        agent(obs[None], torch.zeros(len(obs), agent.state_size), torch.zeros(1, len(obs), dtype=torch.bool))
 
 
 @pytest.mark.parametrize("network", ["token-bag", "box-cnn", "token-attention"])
