@@ -323,7 +323,7 @@ class LocalEnvs:
         pass
 
 
-class WorkerLost(RuntimeError):
+class WorkerLost(ChildProcessError):
     """A worker has died or does not answer."""
 
 

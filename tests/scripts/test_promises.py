@@ -68,9 +68,9 @@ exploration_initial_eps=1.5 num_envs=2001 board= board=6 board=3x3 board=axb env
 env_id=Nothing-v0 policy=CnnPolicy policy=transformer import_sb3= export_sb3= export_sb3=/proc/nowhere/a.zip
 """,
     "ppo_metta": """
-num_envs=0 num_steps=0 num_minibatches=0 hidden_size=0 bptt_horizon=0 grad_accumulation=0 async_factor=0 target_kl=0
+num_envs=0 num_steps=0 num_minibatches=0 hidden_size=0 bptt_horizon=0 async_factor=0
 num_envs=-1 num_workers=-1 gae_lambda=1.5 prio_alpha=1.5 prio_beta0=1.5 ent_coef=inf num_steps=104 bptt_horizon=5
-num_minibatches=5 grad_accumulation=5 size=5 instances=5 agents=900 env_config=
+num_minibatches=5 size=5 instances=5 agents=900 env_config=
 """,
     "dqn_mario_async": """
 envs_per_collector=0 batch_size=0 accumulate=0 buffer_size=0 n_step=0 ring_blocks=0 channels=0 hidden_size=0 stack=0
@@ -512,8 +512,7 @@ MORE_TAGS = {
     "ppo_snake": "losses/loss losses/pg_loss losses/v_loss losses/entropy losses/approx_kl perf/env_ms perf/store_ms",
     "dqn_snake_sb3_compat": "rollout/ep_rew_mean rollout/ep_len_mean rollout/exploration_rate time/fps train/loss "
     "train/learning_rate",
-    "ppo_metta": "losses/pg_loss losses/v_loss losses/entropy losses/approx_kl losses/clipfrac perf/env_ms "
-    "perf/store_ms",
+    "ppo_metta": "losses/pg_loss losses/v_loss losses/entropy losses/approx_kl perf/env_ms perf/store_ms",
     "dqn_mario_async": "charts/distance charts/flags losses/td_loss losses/q_values perf/env_ms perf/store_ms",
 }
 SUMMARY_FLAGS = {
@@ -558,11 +557,11 @@ def test_evaluation_does_not_count_into_speed(script, monkeypatch) -> None:
 
     fast = script.run(run_name="fast")[0]["env_steps_per_second"]
     monkeypatch.setattr(script.module, "evaluate", slow)
-    summary, _ = script.run(eval_every=0.05, total_timesteps=None, max_seconds=3.0)
+    summary, _ = script.run(eval_every=0.2, total_timesteps=None, max_seconds=3.0)
     assert summary["env_steps_per_second"] > fast / 3
     assert 3 <= summary["wall_seconds"] < 5
     pauses = [start - end for end, start in zip(times[1:-2:2], times[2:-2:2])]  # without the final one
-    assert pauses and min(pauses) > 0.04
+    assert pauses and min(pauses) > 0.18  # a rollout takes less
 
 
 def test_speed_after_a_resume_counts_only_new_steps(script, trained) -> None:

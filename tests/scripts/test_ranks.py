@@ -148,6 +148,7 @@ def test_ranks_end_with_the_same_weights(tmp_path, name) -> None:
     if name == "dqn_mario_async":
         flags["num_collectors"] = 1  # each rank has other steps to learn from, and at other times
         flags["learning_starts"] = 50
+    least = 1000 if name == "ppo_metta" else 50  # a rollout has 384, and the step size of the last one is 0
     for seconds in (6.0, 60.0):  # a busy machine may not take a step in six
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         ranks = start_ranks(tmp_path, name, flags | {"max_seconds": seconds}, KEEP_NETWORK, SAVE_NETWORK)
@@ -157,9 +158,9 @@ def test_ranks_end_with_the_same_weights(tmp_path, name) -> None:
             torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)
         )
         assert steps == other_steps
-        if steps > 50:
+        if steps > least:
             break
-    assert steps > 50
+    assert steps > least
     for part, value in weights.items():
         assert torch.equal(value, other_weights[part])
     out, _ = said[0]
