@@ -15,11 +15,11 @@ Seeds = int | Sequence[int | None] | None  # for all lanes, or one per lane; Non
 
 def with_masks(info: dict[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarray]:
     """Adds a copy of `mask` under `_name` for each array, as `SyncVectorEnv` does."""
-    masked = {}
+    result = {}
     for name, values in info.items():
-        masked[name] = values
-        masked[f"_{name}"] = mask.copy()
-    return masked
+        result[name] = values
+        result[f"_{name}"] = mask.copy()
+    return result
 
 
 def running_info(info: dict[str, np.ndarray], done: np.ndarray) -> dict[str, np.ndarray]:

@@ -79,10 +79,10 @@ class Episode:
         self.length += 1
         self.flag = flag
         terminated = dead or flag
-        stuck = self.idle >= PATIENCE and not terminated
-        reward = PROGRESS_REWARD * gain + DEATH_REWARD * dead + FLAG_REWARD * flag + STUCK_REWARD * stuck
+        is_stuck = self.idle >= PATIENCE and not terminated
+        reward = PROGRESS_REWARD * gain + DEATH_REWARD * dead + FLAG_REWARD * flag + STUCK_REWARD * is_stuck
         self.total += reward
-        is_over = stuck or self.length >= self.max_steps
+        is_over = is_stuck or self.length >= self.max_steps
         truncated = is_over and not terminated
         return reward, terminated, truncated
 
@@ -204,26 +204,26 @@ class MarioGame:
         camera = self.camera
         flag_at = self.level.flag - WIDTH
         reach = frames * (RUN_SPEED + WALKER_SPEED) + WIDTH
-        near = [
+        near_walkers = [
             (i, walker)
             for i, walker in enumerate(self.level.walkers)
             if walker[0] - reach < x < walker[0] + walker[1] + reach + WALKER_WIDTH and i not in self.stomped
         ]
-        push = (1 if buttons & RIGHT else 0) - (1 if buttons & LEFT else 0)
+        direction = (1 if buttons & RIGHT else 0) - (1 if buttons & LEFT else 0)
         top_speed = RUN_SPEED if buttons & RUN else WALK_SPEED
         jump = buttons & JUMP
-        if push:
-            self.left_facing = push < 0
+        if direction:
+            self.left_facing = direction < 0
         for _ in range(frames):
             clock += 1
-            if push:
-                ahead = vx * push
-                if ahead < 0:
-                    vx += TURN * push
-                elif ahead < top_speed:
-                    vx += push
-                elif ahead > top_speed:
-                    vx -= push
+            if direction:
+                forward_speed = vx * direction
+                if forward_speed < 0:
+                    vx += TURN * direction
+                elif forward_speed < top_speed:
+                    vx += direction
+                elif forward_speed > top_speed:
+                    vx -= direction
             elif grounded and vx:
                 vx += 1 if vx < 0 else -1
 
@@ -256,11 +256,11 @@ class MarioGame:
                     vx = 0
 
             y += vy
-            back = x >> 8 << 4
-            front = (x + WIDTH - 1) >> 8 << 4
+            left_column = x >> 8 << 4
+            right_column = (x + WIDTH - 1) >> 8 << 4
             if vy > 0:
                 row = (y + HEIGHT - 1) >> 8
-                grounded = grid[back | row] >= SOLID or grid[front | row] >= SOLID
+                grounded = grid[left_column | row] >= SOLID or grid[right_column | row] >= SOLID
                 if grounded:
                     y = (row << 8) - HEIGHT
                     vy = 0
@@ -272,11 +272,11 @@ class MarioGame:
                 if y < 0:
                     y = 0
                     vy = 0
-                elif grid[back | y >> 8] >= SOLID or grid[front | y >> 8] >= SOLID:
+                elif grid[left_column | y >> 8] >= SOLID or grid[right_column | y >> 8] >= SOLID:
                     y = ((y >> 8) + 1) << 8
                     vy = 0
 
-            for i, walker in near:
+            for i, walker in near_walkers:
                 gap = pace(walker, clock) - x
                 depth = y + HEIGHT - (GROUND << 8) + WALKER_HEIGHT
                 if -WALKER_WIDTH < gap < WIDTH and depth > 0:
@@ -284,17 +284,17 @@ class MarioGame:
                         vy = BOUNCE_SPEED
                         self.score += STOMP_SCORE
                         self.stomped.append(i)
-                        near.remove((i, walker))
+                        near_walkers.remove((i, walker))
                     else:
                         self.dead = True
                     break
             if self.dead:
                 break
 
-            place = (x + WIDTH // 2) >> 8 << 4 | (y + HEIGHT // 2) >> 8
-            if grid[place] == COIN:
+            index = (x + WIDTH // 2) >> 8 << 4 | (y + HEIGHT // 2) >> 8
+            if grid[index] == COIN:
                 self.score += COIN_SCORE
-                self._remove_coin(place)
+                self._remove_coin(index)
             if x - LOOK_BACK > camera:
                 camera = x - LOOK_BACK
             if x >= flag_at:
@@ -310,24 +310,24 @@ class MarioGame:
         self.clock = clock
         self.camera = camera
 
-    def _remove_coin(self, place: int) -> None:
-        """Removes the coin at index `place` of the grid."""
-        self.taken.append(place)
-        self.level.grid[place] = SKY
-        column = (place >> 4) * self.tile
-        row = (place & 15) * self.tile
+    def _remove_coin(self, index: int) -> None:
+        """Removes the coin at this index of the grid."""
+        self.taken.append(index)
+        self.level.grid[index] = SKY
+        column = (index >> 4) * self.tile
+        row = (index & 15) * self.tile
         self.strip[row : row + self.tile, column : column + self.tile] = self.art[SKY]
 
     def visible(self) -> list[int]:
         """x of the walkers on the screen, in 1/16 pixel."""
-        near = self.camera - WALKER_WIDTH
-        far = self.camera + (SCREEN << 8)
-        places = [
+        left_edge = self.camera - WALKER_WIDTH
+        right_edge = self.camera + (SCREEN << 8)
+        positions = [
             pace(walker, self.clock)
             for i, walker in enumerate(self.level.walkers)
-            if walker[0] < far and walker[0] + walker[1] > near and i not in self.stomped
+            if walker[0] < right_edge and walker[0] + walker[1] > left_edge and i not in self.stomped
         ]
-        return [x for x in places if near < x < far]
+        return [x for x in positions if left_edge < x < right_edge]
 
     def picture(self, out: np.ndarray) -> None:
         """Draws the screen to `out` (size, size) uint8 in gray: a window of the strip, walkers and the player."""

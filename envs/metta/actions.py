@@ -81,11 +81,11 @@ class Attack(NamedTuple):
 
     agent: Tensor
     victim: Tensor  # the agent itself if it hit nobody
-    frozen: Tensor
-    shot: Tensor
-    hit: Tensor
-    blocked: Tensor  # by armor
-    robbed: Tensor
+    is_frozen: Tensor
+    has_shot: Tensor
+    has_hit: Tensor
+    is_blocked: Tensor  # by armor
+    is_robbed: Tensor
     loot: Tensor
 
 
@@ -144,40 +144,40 @@ def _attack_turn(games: "MettaBatch", agent: Tensor, action: Tensor, has_turn: T
     row = games.agent_row[agent]
     inventory = games.inventory[row]
     timer = games.timer[row]
-    frozen = has_turn & (timer > 0)
-    is_attack = has_turn & ~frozen & (action > 0)
-    shot = is_attack & (inventory[:, LASER] > 0)
-    used_laser = shot[:, None] * games.tables.one_laser
+    is_frozen = has_turn & (timer > 0)
+    is_attack = has_turn & ~is_frozen & (action > 0)
+    has_shot = is_attack & (inventory[:, LASER] > 0)
+    used_laser = has_shot[:, None] * games.tables.one_laser
     inventory = inventory - used_laser
 
     code = _target_code(games, agent, action)
-    hit = shot & (code >= games.first_agent)
+    has_hit = has_shot & (code >= games.first_agent)
     row_base = games.row_base[agent]
-    target = row_base + torch.where(hit, code, EMPTY)  # the row of EMPTY belongs to no thing
+    target = row_base + torch.where(has_hit, code, EMPTY)  # the row of EMPTY belongs to no thing
     target_inventory = games.inventory[target]
     target_timer = games.timer[target]
-    blocked = hit & (target_inventory[:, ARMOR] > 0)
-    freezes = hit & ~blocked
-    robbed = freezes & (target_timer == 0)
+    is_blocked = has_hit & (target_inventory[:, ARMOR] > 0)
+    is_effective = has_hit & ~is_blocked
+    is_robbed = is_effective & (target_timer == 0)
     capacity = games.tables.carry - inventory
     loot = torch.minimum(target_inventory, capacity)
-    loot = loot * robbed[:, None]
+    loot = loot * is_robbed[:, None]
 
     inventory = inventory + loot
-    used_armor = blocked[:, None] * games.tables.one_armor
+    used_armor = is_blocked[:, None] * games.tables.one_armor
     target_inventory = target_inventory - loot - used_armor
-    timer = timer - frozen.long()
-    target_timer = torch.where(freezes, games.rules.freeze, target_timer)
+    timer = timer - is_frozen.long()
+    target_timer = torch.where(is_effective, games.rules.freeze, target_timer)
     rows = torch.stack([row, target])
     inventories = torch.stack([inventory, target_inventory])
     timers = torch.stack([timer, target_timer])
     games.inventory[rows] = inventories
     games.timer[rows] = timers
-    games.mark_dirty(row, shot | frozen)
-    games.mark_dirty(target, hit)
+    games.mark_dirty(row, has_shot | is_frozen)
+    games.mark_dirty(target, has_hit)
     target_agent = games.agent_base[agent] + code - games.first_agent
-    victim = torch.where(hit, target_agent, agent)
-    return Attack(agent, victim, frozen, shot, hit, blocked, robbed, loot)
+    victim = torch.where(has_hit, target_agent, agent)
+    return Attack(agent, victim, is_frozen, has_shot, has_hit, is_blocked, is_robbed, loot)
 
 
 def _target_code(games: "MettaBatch", agent: Tensor, action: Tensor) -> Tensor:
@@ -201,10 +201,10 @@ def _target_code(games: "MettaBatch", agent: Tensor, action: Tensor) -> Tensor:
 def _count_attacks(games: "MettaBatch", attacks: list[Attack], success: Tensor) -> None:
     """Adds the attacks to the statistics and to `success` (N,)."""
     columns = map(torch.cat, zip(*attacks))
-    agent, victim, frozen, shot, hit, blocked, robbed, loot = columns
-    success[agent] = hit
-    attacker_counts = torch.stack([frozen, shot, robbed, blocked], 1)
-    victim_counts = torch.stack([blocked, robbed], 1)
+    agent, victim, is_frozen, has_shot, has_hit, is_blocked, is_robbed, loot = columns
+    success[agent] = has_hit
+    attacker_counts = torch.stack([is_frozen, has_shot, is_robbed, is_blocked], 1)
+    victim_counts = torch.stack([is_blocked, is_robbed], 1)
     attacker_counts = torch.cat([attacker_counts, loot], 1)
     victim_counts = torch.cat([victim_counts, loot], 1)
     attacker_stats = (agent, games.tables.attacker_stats, attacker_counts)
@@ -260,15 +260,15 @@ def move_and_use(games: "MettaBatch", action: Tensor, can_act: Tensor, priority:
         can_move = _move(games, agent, mask, action[agent], target_cell[agent])
         move_results.append((agent, can_move))
         agent, mask = _select_agents(games, is_use, turn)
-        put, got = _use(games, agent, mask, action[agent], target_cell[agent])
-        use_results.append((agent, put, got))
+        num_put, num_got = _use(games, agent, mask, action[agent], target_cell[agent])
+        use_results.append((agent, num_put, num_got))
     if move_results:
         agent, can_move = map(torch.cat, zip(*move_results))
         success[agent] = can_move
-        agent, put, got = map(torch.cat, zip(*use_results))
-        has_use = put + got > 0
+        agent, num_put, num_got = map(torch.cat, zip(*use_results))
+        has_use = num_put + num_got > 0
         success[agent] |= has_use.any(1)
-        use_counts = torch.cat([got, put, put], 1)
+        use_counts = torch.cat([num_got, num_put, num_put], 1)
         use_stats = (agent, games.tables.use_stats, use_counts)
         games.count(use_stats)
     return success
@@ -361,25 +361,25 @@ def _use(
     inventory, stock = games.inventory[rows].chunk(2)
     inputs = tables.inputs[code]
     is_put = mask & (action == PUT)
-    put = torch.minimum(inputs, inventory)
-    put = torch.minimum(put, 255 - stock)
-    put = put * is_put[:, None]
+    num_put = torch.minimum(inputs, inventory)
+    num_put = torch.minimum(num_put, 255 - stock)
+    num_put = num_put * is_put[:, None]
     is_get = mask & (action != PUT)
     is_output = tables.outputs[code] > 0
     capacity = tables.carry - inventory
-    got = torch.minimum(stock, capacity)
-    got = got * (is_get[:, None] & is_output)
+    num_got = torch.minimum(stock, capacity)
+    num_got = num_got * (is_get[:, None] & is_output)
 
     if games.rules.rewards == "work":
-        waiting = (stock * (inputs > 0)).sum(1)
+        input_stock = (stock * (inputs > 0)).sum(1)
         put_reward = tables.put_reward[code]
-        put_reward = torch.div(put_reward, 1 + waiting, rounding_mode="floor")
+        put_reward = torch.div(put_reward, 1 + input_stock, rounding_mode="floor")
         get_reward = tables.get_reward[code]
-        games.work_reward[agent] = put.sum(1) * put_reward + got.sum(1) * get_reward
-    inventory = inventory - put + got
-    stock = stock + put - got
+        games.work_reward[agent] = num_put.sum(1) * put_reward + num_got.sum(1) * get_reward
+    inventory = inventory - num_put + num_got
+    stock = stock + num_put - num_got
     mask = mask.repeat(2)
     inventories = torch.cat([inventory, stock])
     start_converting(games, rows, inventories, mask)
     games.mark_dirty(rows, mask)
-    return put, got
+    return num_put, num_got

@@ -344,7 +344,7 @@ class MettaArena:
             return False
         recipe = self.rules.book[converter.name]
         put_reward, get_reward = self.rules.work_reward(converter.name)
-        waiting = sum(converter.inventory[ITEMS.index(item)] for item in recipe.inputs)
+        input_stock = sum(converter.inventory[ITEMS.index(item)] for item in recipe.inputs)
         total = 0
         if action == GET:
             for item in recipe.outputs:
@@ -359,7 +359,7 @@ class MettaArena:
                 number = self._give(body, converter, k, min(needed, body.inventory[k]), 255)
                 stats[f"{item}.put"] += number
                 stats[f"{item}.lost"] += number
-                self.work_reward[i] += number * (put_reward // (1 + waiting))
+                self.work_reward[i] += number * (put_reward // (1 + input_stock))
                 total += number
         self._start_converting(converter)
         return total > 0

@@ -199,10 +199,10 @@ class MettaBatch:
         dropped = (num_tokens - TOKENS).clamp(min=0)
         self.stat("tokens_dropped").add_(dropped)
 
-        ends = self.clock >= self.limit
-        truncated = ends[self.agent_lane]
+        done = self.clock >= self.limit
+        truncated = done[self.agent_lane]
         info = self._final_info(truncated)
-        self._start_next(ends, truncated)
+        self._start_next(done, truncated)
         reward = hundredths / 100
         terminated = torch.zeros_like(truncated)
         return self.obs, reward, terminated, truncated, info
@@ -304,17 +304,17 @@ class MettaBatch:
             "stats": self.final_stats,
         }
 
-    def _start_next(self, ends: Tensor, truncated: Tensor) -> None:
+    def _start_next(self, done: Tensor, truncated: Tensor) -> None:
         """Starts new episodes in lanes that ended (games,) and writes the observations of their agents (N,)."""
         self.obs.copy_(self.final_obs)
         if self.fixed_shapes:
             lanes = self.spares.next_lanes(self.lanes)
             self._make_spares(lanes)
-            self._start(slice(None), ends)
+            self._start(slice(None), done)
             self._observe(slice(None), self.obs)
-        elif ends.any():
-            lanes = ends.nonzero().squeeze(1)
-            self._start(lanes, ends[lanes])
+        elif done.any():
+            lanes = done.nonzero().squeeze(1)
+            self._start(lanes, done[lanes])
             agents = truncated.nonzero().squeeze(1)
             obs = self.obs[agents]
             self._observe(agents, obs)

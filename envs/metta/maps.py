@@ -104,8 +104,8 @@ class MapMaker:
         draw = integer_hash(key + self.count_number)
         num_choices = self.highest - self.lowest + 1
         number = self.lowest + draw % num_choices
-        exists = self.piece_rank < number[:, :, self.piece_kind]
-        codes = torch.where(exists, self.piece_code, EMPTY)
+        is_present = self.piece_rank < number[:, :, self.piece_kind]
+        codes = torch.where(is_present, self.piece_code, EMPTY)
         shape = (batch, self.num_cells)
         grid = torch.full(shape, WALL, dtype=torch.uint8, device=key.device)
         codes = codes.byte()
@@ -124,14 +124,14 @@ class MapMaker:
         draw = draw.view(-1, rules.instances, rules.size, rules.size)
         has_pillar = draw % 16 < room % 14
         pillars = self.pillar_cells & has_pillar
-        goes_right = (draw >> 4 & 1).bool()
-        right_walls = (pillars & goes_right).roll(1, 3)
-        down_walls = (pillars & ~goes_right).roll(1, 2)
+        is_right_wall = (draw >> 4 & 1).bool()
+        right_walls = (pillars & is_right_wall).roll(1, 3)
+        down_walls = (pillars & ~is_right_wall).roll(1, 2)
         walls = pillars | right_walls | down_walls
-        upside_down = (room >> 8 & 1).bool()
-        mirrored = (room >> 9 & 1).bool()
-        walls = torch.where(upside_down, walls.flip(2), walls)
-        walls = torch.where(mirrored, walls.flip(3), walls)
+        flip_rows = (room >> 8 & 1).bool()
+        flip_columns = (room >> 9 & 1).bool()
+        walls = torch.where(flip_rows, walls.flip(2), walls)
+        walls = torch.where(flip_columns, walls.flip(3), walls)
         return walls.flatten(2)
 
 

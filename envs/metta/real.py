@@ -40,8 +40,8 @@ logging.getLogger("mettagrid.simulator.simulator").setLevel(logging.CRITICAL)
 
 def mines_and_altars(agents: int = 8, side: int = 16, max_steps: int = 256) -> MettaGridConfig:
     """A room with six mines and four altars; the reward is 1 per heart."""
-    dig = Handler(mutations=[updateActor({"ore": 1})])
-    offer = Handler(
+    mine_handler = Handler(mutations=[updateActor({"ore": 1})])
+    altar_handler = Handler(
         filters=[actorHas({"ore": 1})],
         mutations=[updateActor({"ore": -1, "heart": 1})],
     )
@@ -64,8 +64,8 @@ def mines_and_altars(agents: int = 8, side: int = 16, max_steps: int = 256) -> M
             ),
             objects={
                 "wall": WallConfig(),
-                "mine": GridObjectConfig(name="mine", on_use_handler=dig),
-                "altar": GridObjectConfig(name="altar", on_use_handler=offer),
+                "mine": GridObjectConfig(name="mine", on_use_handler=mine_handler),
+                "altar": GridObjectConfig(name="altar", on_use_handler=altar_handler),
             },
             map_builder=RandomMapBuilder.Config(
                 width=side,
@@ -95,11 +95,11 @@ def load_config(path: str | None) -> MettaGridConfig:
     if not module or not attribute:
         raise ValueError(f'config "{path}": must be package.module:attribute')
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        target = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # this runs code of the user
         raise ValueError(f'config "{path}": must be package.module:attribute ({one_line(error)})') from error
     try:
-        config = found() if callable(found) else found
+        config = target() if callable(target) else target
     except (Exception, SystemExit) as error:
         raise ValueError(f'config "{path}": calling it without arguments fails ({one_line(error)})') from error
     if not isinstance(config, MettaGridConfig):

@@ -51,7 +51,7 @@ class EgocentricView:
         self._make_rotations(device)
 
     def _make_sources(self, device: torch.device) -> None:
-        """(cells, sources): weights of all cells in each cell, in each block (a sum / BLOCK) and in a zero feature."""
+        """(cells, sources): weights of the cells in each source. A source is a cell, a block (sum / BLOCK), or zero."""
         rows, columns = self.board
         num_cells = len(self.cells)
         one_cell = torch.eye(num_cells)
@@ -156,8 +156,9 @@ class EgocentricView:
         first_row = NUM_CODES * orientation[:, None]
         cell_features = F.embedding(codes + first_row, self.cell_features)
         all_features = cell_features.mT @ self.sources
-        source = self.feature_source[orientation, head].long()
-        source = source[:, None].expand(-1, 3, -1)
+        source = self.feature_source[orientation, head]
+        source = source.long()[:, None]
+        source = source.expand(-1, 3, -1)
         features = all_features.gather(2, source)
         return orientation, features, food_position
 
