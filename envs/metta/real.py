@@ -164,7 +164,8 @@ class RealMettaGrid:
         masks = np.ones(agents, bool)
         teacher_actions = np.zeros(agents, np.int32)  # unused
         self.buffers = []
-        for first in range(0, agents, game.num_agents):
+        for i in range(num_games):
+            first = i * game.num_agents
             lanes = slice(first, first + game.num_agents)
             buffers = Buffers(
                 observations=self.obs[lanes],
