@@ -853,12 +853,8 @@ def report(agent: Agent, args: Args, device: torch.device, scores: dict, folder:
     """Print the scores and write the GIF."""
     print("  ".join(f"{name} {value:g}" for name, value in scores.items()))
     if args.video and args.env_id != "mettagrid":  # the real MettaGrid cannot be drawn
-        path = folder / "videos" / "metta.gif"
-        try:
-            write_gif(islice(watch_game(agent, args, device, "rgb_array"), GIF_FRAMES), path)
-            print(path)
-        except OSError as error:
-            print(f"--video: {path} cannot be written ({error})")
+        frames = islice(watch_game(agent, args, device, "rgb_array"), GIF_FRAMES)
+        write_gif(frames, folder / "videos" / "metta.gif")
 
 
 # -------------------------------------------------------------------------------------------------------- tools
@@ -1050,10 +1046,9 @@ def load_checkpoint(args: Args) -> tuple:
         if path.is_dir():
             path = path / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["script"] != SCRIPT:
-            raise ValueError(f"it is one of {checkpoint['script']}.py")
-        if checkpoint["version"] != CHECKPOINT_VERSION or checkpoint["args"].keys() != vars(args).keys():
-            raise ValueError("it was made by another version")
+        made_by = [checkpoint["script"], checkpoint["version"]]
+        if made_by != [SCRIPT, CHECKPOINT_VERSION] or checkpoint["args"].keys() != vars(args).keys():
+            raise ValueError(f"made by another script or version, {made_by}")
         for field in fields(Args):
             value = checkpoint["args"][field.name]
             if value not in get_args(field.type) and not isinstance(value, field.type):
@@ -1105,9 +1100,10 @@ def parse_args() -> Args:
 
 def main(args: Args) -> dict:
     """Train, or with --evaluate play. Returns what summary.json holds, or the scores."""
-    if args.device == "cuda" and not torch.cuda.is_available():
+    has_cuda = torch.cuda.is_available()
+    if args.device == "cuda" and not has_cuda:
         fail("--device cuda: this PyTorch sees no CUDA device; cpu and auto work")
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if has_cuda and args.device != "cpu" else "cpu")
     args = fill_defaults(args, device)
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # denormal numbers cost a run two thirds of its updates/s
@@ -1157,8 +1153,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             print("new games: only those of one process, with the same --device and --num-envs, are in a checkpoint")
     progress = progress_of(args, global_step, seconds_before)
     if progress == 1:
-        done = f"its run is over after {global_step:,} steps and {seconds_before:.0f} s"
-        fail(f"--resume {args.resume}: {done}; a larger --total-timesteps or --max-seconds works")
+        fail(f"--resume {args.resume}: the run is over; a larger --total-timesteps or --max-seconds works")
 
     game = make_games(args, 1, "cpu", EVAL_SEED)  # for the shapes
     num_agents = len(game.obs) * args.num_envs // RANKS
@@ -1395,15 +1390,13 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 scalars[f"losses/{name}"] = loss
             for phase, phase_seconds in phases.items():
                 scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * num_agents * RANKS / new_steps
-            if device.type == "cuda":
-                scalars["perf/gpu_mem_gib"] = torch.cuda.memory_allocated(device) / 2**30
             if RANK == 0:
                 for name, value in scalars.items():
                     writer.add_scalar(name, value, global_step)
             line = f"{progress:4.0%}  step {global_step:>11,}  SPS {rates['env_steps_per_second']:>9,.0f}"
             line += f"  updates/s {rates['updates_per_second']:>5.1f}  entropy {losses[2]:4.2f}  kl {losses[3]:.4f}"
             line += f"  return {episodic_return:6.2f}  hearts {hearts:5.2f}"
-            print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
+            print(line)
             if not math.isfinite(sum(losses)):
                 fail(f"--learning-rate {args.learning_rate:g}: the loss is {sum(losses)}; a lower one works")
             timer.lap("log")
@@ -1444,12 +1437,11 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     summary_file.write_text(json.dumps(summary, indent=2))
     signals.append(0)  # all is saved: from here on a signal ends the program
     if stop:
-        print(f"\nstopped; python {SCRIPT}.py --resume {folder} continues from {folder / 'checkpoint.pt'}")
+        print(f"stopped; python {SCRIPT}.py --resume {folder} continues from {folder / 'checkpoint.pt'}")
     else:
         scores = evaluate_and_log(args.eval_episodes)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
-        print()
         report(agent, args, device, scores, folder)
         print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
     writer.close()

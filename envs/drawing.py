@@ -1,4 +1,4 @@
-"""What the pictures of all games have in common. Pillow is only imported once something is drawn."""
+"""Drawing tools shared by all games. Pillow is imported on first use, because training does not need it."""
 
 from functools import cache
 from typing import Any
@@ -14,12 +14,13 @@ def font(size: float) -> Any:
 
 
 class Canvas:
-    """A picture that is drawn twice as large and then halved, for smooth edges; `draw` is Pillow's."""
+    """A picture drawn at twice its size and halved at the end, for smooth edges. `draw` is a Pillow `ImageDraw`."""
 
     def __init__(self, width: int, height: int, background: str = "black") -> None:
         from PIL import Image, ImageDraw
 
-        self.image = Image.new("RGB", (width, height), background)
+        size = (width, height)
+        self.image = Image.new("RGB", size, background)
         self.draw = ImageDraw.Draw(self.image)
 
     def disc(self, x: float, y: float, radius: float, color: Any, outline: Any = None) -> None:
@@ -27,17 +28,20 @@ class Canvas:
         right = x + radius
         top = y - radius
         bottom = y + radius
-        self.draw.ellipse((left, top, right, bottom), color, outline)
+        box = (left, top, right, bottom)
+        self.draw.ellipse(box, color, outline)
 
     def text(self, x: float, y: float, text: str, size: float, color: str, anchor: str = "lm") -> None:
-        """Text with its left edge at (x, y); anchor "mm" centres it there."""
-        self.draw.text((x, y), text, color, font(size), anchor=anchor)
+        """Text whose left edge is at (x, y), vertically centred. `anchor` is Pillow's; "mm" centres it at (x, y)."""
+        position = (x, y)
+        self.draw.text(position, text, color, font(size), anchor=anchor)
 
     def pixels(self) -> np.ndarray:
-        """(height / 2, width / 2, 3) uint8."""
+        """The picture as (height / 2, width / 2, 3) uint8."""
         from PIL.Image import Resampling
 
         width = self.image.width // 2
         height = self.image.height // 2
-        halved = self.image.resize((width, height), Resampling.BOX)
-        return np.asarray(halved)
+        size = (width, height)
+        image = self.image.resize(size, Resampling.BOX)
+        return np.asarray(image)

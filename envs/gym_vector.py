@@ -1,7 +1,6 @@
-"""What the batched games share as Gymnasium vector environments. A finished game restarts within the same step.
+"""Base class of the Gymnasium vector environments.
 
-Actions that are not (num_envs,) whole numbers of the action space raise ValueError. Infos are what `SyncVectorEnv`
-makes of those of single games.
+A finished game is reset within the same step (`AutoresetMode.SAME_STEP`). Infos have the layout of `SyncVectorEnv`.
 """
 
 from collections.abc import Sequence
@@ -11,29 +10,29 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-Seeds = int | Sequence[int | None] | None  # one for all lanes, or a list of one for each; None goes on
+Seeds = int | Sequence[int | None] | None  # for all lanes, or one per lane; None continues the current streams
 
 
 def with_masks(info: dict[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarray]:
-    """Beside each array, under `_name`, which lanes it is of."""
-    masked = {}
+    """Adds a copy of `mask` under `_name` for each array, as `SyncVectorEnv` does."""
+    result = {}
     for name, values in info.items():
-        masked[name] = values
-        masked[f"_{name}"] = mask.copy()
-    return masked
+        result[name] = values
+        result[f"_{name}"] = mask.copy()
+    return result
 
 
 def running_info(info: dict[str, np.ndarray], done: np.ndarray) -> dict[str, np.ndarray]:
-    """Info of all lanes: where a game has ended, zeros, for that is the info of the new one."""
-    running = {}
+    """Info of the games after the step. A game that has just been reset has zeros."""
+    current_info = {}
     for name, values in info.items():
         zeros = np.zeros_like(values)
-        running[name] = np.where(done, zeros, values)
-    return with_masks(running, np.ones_like(done))
+        current_info[name] = np.where(done, zeros, values)
+    return with_masks(current_info, np.ones_like(done))
 
 
 def final_info(info: dict[str, np.ndarray], final_obs: np.ndarray, done: np.ndarray) -> dict:
-    """Last observation and last info of the games that have ended."""
+    """Last observation and last info of the finished games."""
     last_obs = np.full(len(done), None, object)
     for lane in done.nonzero()[0]:
         last_obs[lane] = final_obs[lane].copy()
@@ -50,10 +49,10 @@ def final_info(info: dict[str, np.ndarray], final_obs: np.ndarray, done: np.ndar
 
 
 class BatchVectorEnv(VectorEnv):
-    """What the three games have in common: spaces, seeds and checked actions.
+    """Spaces, seeding and action checks of the three games.
 
-    A game has `start_streams(seed)`, which begins the random streams of all lanes, and for a list of seeds
-    `start_stream(lane, seed)`, which begins that of one lane.
+    Subclasses implement `start_streams(seed)`, which restarts the random streams of all lanes, and
+    `start_stream(lane, seed)`, which restarts one of them (needed for a list of seeds).
     """
 
     metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -69,7 +68,7 @@ class BatchVectorEnv(VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_envs)
 
     def seed_all(self, seed: int | None) -> None:
-        """None goes on with the streams, at the first reset with those of a seed drawn here."""
+        """Restarts all streams. None continues them; on the first reset it draws a seed."""
         super().reset(seed=seed)
         if seed is None and not self.has_streams:
             seed = int(self.np_random.integers(2**32))
@@ -78,6 +77,7 @@ class BatchVectorEnv(VectorEnv):
             self.has_streams = True
 
     def seed_lanes(self, seeds: Seeds) -> None:
+        """Like `seed_all`, or one seed per lane. Raises ValueError if their number is not `num_envs`."""
         if np.ndim(seeds) == 0:
             self.seed_all(seeds)
             return
@@ -89,7 +89,7 @@ class BatchVectorEnv(VectorEnv):
                 self.start_stream(lane, lane_seed)
 
     def check_actions(self, actions: np.ndarray) -> np.ndarray:
-        """Raises ValueError unless they are (num_envs,) whole numbers, 0 to num_actions - 1."""
+        """Raises ValueError unless they are (num_envs,) integers from 0 to num_actions - 1."""
         actions = np.asarray(actions)
         highest = self.num_actions - 1
         is_integers = actions.shape == (self.num_envs,) and actions.dtype.kind in "iu"

@@ -1,20 +1,22 @@
-"""Random numbers by hashing: a draw depends on the seed, the lane and how many were drawn before, on nothing else."""
+"""Counter-based random numbers: a draw is a hash of the seed, the lane and the number of draws so far."""
 
 
 def integer_hash(x):
-    """32-bit integer hash (xor-shift and multiply, twice); Python ints or int64 tensors, the same numbers."""
+    """32-bit hash (xor-shift and multiply, twice). Takes a Python int or an int64 tensor, with equal results."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
 
 
 def lane_key(seed: int, lane):
-    """Start of the random stream of one lane; its n-th draw is `integer_hash(key + n)`."""
-    return integer_hash(integer_hash(seed & 0xFFFFFFFF) ^ integer_hash(lane + 0x9E3779B9))
+    """Key of a lane's random stream (`lane`: int or int64 tensor). Its n-th draw is `integer_hash(key + n)`."""
+    seed_hash = integer_hash(seed & 0xFFFFFFFF)
+    lane_hash = integer_hash(lane + 0x9E3779B9)
+    return integer_hash(seed_hash ^ lane_hash)
 
 
 class Stream:
-    """The stream of a lane: `stream(n)` is uniform in [0, n), and (key, draws) is all its state."""
+    """The random stream of one lane. `stream(n)` is uniform in [0, n); the state is (key, draws)."""
 
     __slots__ = ("key", "draws")
 
@@ -24,4 +26,5 @@ class Stream:
 
     def __call__(self, n: int) -> int:
         self.draws += 1
-        return integer_hash((self.key + self.draws) & 0xFFFFFFFF) % n
+        number = (self.key + self.draws) & 0xFFFFFFFF
+        return integer_hash(number) % n

@@ -1,7 +1,7 @@
-"""Worker processes: games stepped by workers (ppo_metta.py), and collectors that fill rings (dqn_mario_async.py).
+"""Processes with shared memory: collectors that fill ring buffers (dqn_mario_async.py), and workers (ppo_metta.py).
 
-Nobody waits for a lock. A payload is written first, then one aligned 8-byte index: a reader sees all of it or nothing,
-even if the writer was killed in between.
+Rings and broadcasts are lock-free. A writer first writes the payload, then one aligned 8-byte index, so that a reader
+sees a complete payload or none, even if the writer is killed in between.
 """
 
 import atexit
@@ -20,30 +20,33 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-# A forked process would inherit threads and CUDA in an unusable state.
+# Not fork: the child would inherit threads and CUDA in an unusable state.
 SPAWN = torch.multiprocessing.get_context("spawn")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores reach other cores in the order in which they are made
+ORDERED = platform.machine() in ("x86_64", "AMD64")  # other cores see stores in program order
 THREADS = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
 
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by name
 
 
 def shared_zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """In shared memory, whose name is gone from /dev/shm before this returns: whatever crashes, nothing is left."""
+    """Zeros in shared memory. Its name is already removed from /dev/shm, so that nothing is left after a crash.
+
+    Raises OSError if there is not enough shared memory.
+    """
     tensor = torch.zeros(shape, dtype=dtype)
     try:
         return tensor.share_memory_()
     except RuntimeError as error:
-        for file in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):  # PyTorch leaves the name of a failed one
+        for file in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):  # PyTorch leaves the file after a failure
             file.unlink()
         raise OSError(f"shared memory: {error}; a smaller --ring-blocks or a larger /dev/shm works") from None
 
 
 class Fence:
-    """A lock that keeps payload and index in order where the processor does not; it protects nothing else.
+    """A lock used as a memory barrier, on processors that reorder stores. It does not protect data.
 
-    So a process that has waited for a second, because the one that held it was killed, may go on, and frees it.
+    So if its holder was killed, another process can continue after a timeout of one second and release it.
     """
 
     def __init__(self) -> None:
@@ -53,7 +56,7 @@ class Fence:
         self.lock.acquire(timeout=1)
 
     def __exit__(self, *_: Any) -> None:
-        with suppress(ValueError):  # a process that had waited for a second has freed it
+        with suppress(ValueError):  # already released by a process after its timeout
             self.lock.release()
 
 
@@ -62,9 +65,9 @@ def make_fence() -> Any:
 
 
 class Ring:
-    """Blocks of `fields` that one process pushes and another reads.
+    """A ring buffer in shared memory: one process pushes blocks of `fields`, another one reads them.
 
-    The reader writes `tail`, the writer all else: `head`, and `steps`, the blocks that it has made, pushed or not.
+    The reader writes `tail`. The writer writes `head` and `steps`, the number of blocks it has made, pushed or not.
     """
 
     def __init__(self, num_blocks: int, fields: Fields) -> None:
@@ -76,7 +79,7 @@ class Ring:
         self.fence = make_fence()
 
     def push(self, block: dict[str, Any]) -> bool:
-        """Write a block, unless the ring is full."""
+        """Writes a block. Returns False if the ring is full."""
         head = self.head.item()
         with self.fence:
             if head - self.tail.item() == self.num_blocks:
@@ -88,7 +91,7 @@ class Ring:
         return True
 
     def read(self) -> dict[str, torch.Tensor]:
-        """The blocks in the ring (blocks, ...), up to its edge, in place: `release` them after copying."""
+        """Views of the blocks in the ring, (blocks, ...), up to the end of the buffer. Copy them, then `release`."""
         tail = self.tail.item()
         first = tail % self.num_blocks
         with self.fence:
@@ -96,18 +99,19 @@ class Ring:
         return {name: field[first : first + count] for name, field in self.fields.items()}
 
     def release(self, count: int) -> None:
+        """Frees the first `count` blocks."""
         with self.fence:
             self.tail.numpy()[0] += count
 
 
 def to_device(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of the CPU on `device`: one copy for all of them, which nobody waits for. For a CPU they stay.
+    """CPU tensors on `device`, in one asynchronous copy. On CPU they are returned unchanged.
 
-    They are packed into pinned memory, which PyTorch gives to nobody else before it has been copied.
+    The copy is from pinned memory, which PyTorch does not reuse before the copy is finished.
     """
     if device.type == "cpu":
         return tensors
-    sizes = [math.ceil(tensor.nbytes / 16) * 16 for tensor in tensors.values()]  # each begins where any dtype may
+    sizes = [math.ceil(tensor.nbytes / 16) * 16 for tensor in tensors.values()]  # aligned for every dtype
 
     def unpack(packed: torch.Tensor) -> dict[str, torch.Tensor]:
         unpacked = {}
@@ -122,10 +126,10 @@ def to_device(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[st
 
 
 class Broadcast:
-    """What the learner tells all others: weights in two slots, how far the run is, and when to stop.
+    """Messages from the learner to all collectors: weights, progress of the run, and when to stop.
 
-    New weights go to the slot that nobody starts to read, then the version moves on. A reader compares the version
-    before and after copying: only if it has moved may the slot have been overwritten.
+    Weights are double-buffered. New ones go to the slot that is not current, then the version increases. A reader
+    copies again if the version has changed during its copy, because the slot may have been overwritten.
     """
 
     def __init__(self, weights: torch.Tensor) -> None:
@@ -138,7 +142,7 @@ class Broadcast:
         self.learner = os.getpid()
 
     def is_over(self) -> bool:
-        """Whether to stop: told to, or the learner is gone."""
+        """Whether to stop: on request, or because the learner has died."""
         return bool(self.stop) or self.learner not in (os.getpid(), os.getppid())
 
     def publish(self, weights: torch.Tensor, updates: int) -> None:
@@ -149,7 +153,7 @@ class Broadcast:
             self.version.numpy()[0] = version
 
     def fetch(self, weights: torch.Tensor) -> tuple[int, int]:
-        """Copy the newest into `weights`. Gives its version, and after how many updates it was published."""
+        """Copies the newest weights to `weights`. Returns their version and the number of updates before them."""
         while True:
             with self.fence:
                 version = self.version.item()
@@ -161,16 +165,16 @@ class Broadcast:
 
 
 class Publisher:
-    """Broadcasts the learner's weights; from CUDA, if `asynchronous`, while it goes on learning.
+    """Broadcasts the learner's weights. With `asynchronous` (CUDA) it does so without waiting for the GPU.
 
-    One copy is under way at most, so the CPU queues no more than two broadcasts' worth of updates ahead of the GPU.
+    At most one copy is pending, so the CPU runs ahead of the GPU by at most two broadcasts.
     """
 
     def __init__(self, broadcast: Broadcast, asynchronous: bool) -> None:
         self.broadcast = broadcast
         self.copy_event = torch.cuda.Event() if asynchronous else None
-        self.weights = None  # under way
-        self.updates = 0  # after which they were copied
+        self.weights = None  # the pending copy
+        self.updates = 0  # number of updates at the time of that copy
 
     def publish(self, weights: torch.Tensor, updates: int) -> None:
         if self.copy_event is None:
@@ -184,7 +188,7 @@ class Publisher:
         self.copy_event.record()
 
     def poll(self) -> None:
-        """Broadcast weights that have arrived."""
+        """Broadcasts the pending copy if it is finished."""
         if self.weights is not None and self.copy_event.query():
             self.broadcast.publish(self.weights, self.updates)
             self.weights = None
@@ -192,16 +196,16 @@ class Publisher:
 
 @contextmanager
 def worker_environment() -> Iterator[None]:
-    """What a process that is started in here inherits, and this one has only meanwhile.
+    """Environment for starting processes; this process gets its own back at the end.
 
-    One thread for each library, known before it loads; and deafness to Ctrl-C and SIGTERM, which reach the whole
-    process group: the learner tells the others.
+    Processes started inside use one thread per library, and SIGINT and SIGTERM are blocked in them. These signals reach
+    the whole process group, and the learner tells the other processes when to stop.
     """
     environment = {name: os.environ.get(name) for name in THREADS}
     mask = None
     try:
         os.environ.update(dict.fromkeys(THREADS, "1"))
-        if hasattr(signal, "pthread_sigmask"):  # not on Windows, where a worker has to ignore them once it runs
+        if hasattr(signal, "pthread_sigmask"):  # not on Windows, where `collector_main` ignores them
             resource_tracker.ensure_running()  # starting it unblocks signals
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
         yield
@@ -215,10 +219,10 @@ def worker_environment() -> Iterator[None]:
 
 
 class Collectors:
-    """Processes that call `step()` of a `make_collector(number, start, ring, broadcast)`.
+    """Processes that each call `step()` of their `make_collector(number, start, ring, broadcast)` in a loop.
 
-    They are replaced when they die, and stopped at the end. Each has its own ring. `starts` counts all processes that
-    were started, so that no two of them play the same games.
+    Each has its own ring and is replaced if it dies. `start` counts all processes started so far, so that a replacement
+    does not repeat games.
     """
 
     def __init__(self, make_collector: Callable, rings: list[Ring], broadcast: Broadcast) -> None:
@@ -232,7 +236,7 @@ class Collectors:
         self.next_check = 0.0
 
     def start(self, signals: list[int]) -> None:
-        """Start all and wait until each has pushed a block, or until there is a signal."""
+        """Starts all processes and waits until each has pushed a block, or until `signals` is not empty."""
         for number in range(len(self.rings)):
             self.processes.append(self.start_process(number))
         while not signals and not all(ring.head for ring in self.rings):
@@ -250,9 +254,9 @@ class Collectors:
         return process
 
     def restart_dead(self) -> None:
-        """Once a second: replace the processes that died. What they had pushed stays in their rings.
+        """Replaces dead processes, at most once a second. The blocks in their rings are kept.
 
-        Raises ChildProcessError when three in a row ended before they pushed anything.
+        Raises ChildProcessError if three in a row died before they pushed a block.
         """
         if time.monotonic() < self.next_check:
             return
@@ -269,7 +273,7 @@ class Collectors:
             self.processes[number] = self.start_process(number)
 
     def stop(self) -> None:
-        """Ask them to end, which takes a step of their games, and kill those that have not after two seconds."""
+        """Asks the processes to stop, and kills those that have not done so after two seconds."""
         self.broadcast.stop.fill_(1)
         deadline = time.monotonic() + 2
         for process in self.processes:
@@ -279,7 +283,7 @@ class Collectors:
 
 
 def collector_main(make_collector: Callable, number: int, start: int, ring: Ring, broadcast: Broadcast) -> None:
-    """Body of a collector's process."""
+    """Main function of a collector process."""
     for signal_number in SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -293,18 +297,18 @@ def collector_main(make_collector: Callable, number: int, start: int, ring: Ring
         raise SystemExit(1) from None
 
 
-# ------------------------------------------------------------------------------------- games in worker processes
+# -------------------------------------------------------------------------------------------- games in worker processes
 
 
 class LocalEnvs:
-    """Games in this process, one group."""
+    """Games in this process, as one group, with the interface of `SubprocEnvs`."""
 
     num_groups = 1
 
     def __init__(self, games: Any) -> None:
         self.games = games
         self.obs = games.obs
-        self.step = games.step  # a compiled one may take its place
+        self.step = games.step  # the caller may replace it by a compiled function
         self.results = None
 
     def send(self, group: int, action: torch.Tensor) -> None:
@@ -324,15 +328,18 @@ class LocalEnvs:
 
 
 class WorkerLost(ChildProcessError):
-    """A worker has died or does not answer."""
+    """A worker has died, failed, or does not answer."""
 
 
 class SubprocEnvs:
-    """Games in worker processes, with results and actions in shared memory. Every worker plays a part of each group.
+    """Games in worker processes, with results and actions in shared memory.
 
-    `make_games(seed)` makes the games of one group in one worker; it has to be picklable. `seeds` has a row for each
-    worker and a column for each group, `obs_shape` is (agents, ...) of such games. A worker is told the number of a
-    group whose actions are in memory, steps its games of this group, and answers with the number.
+    The games are divided into groups, and each worker has a part of every group: while the workers step one group, the
+    caller can compute actions for another. `make_games(seed)` makes one worker's part of a group and must be picklable.
+    `seeds` has a row per worker and a column per group; `obs_shape` is (agents, ...) of such a part.
+
+    `send(group, action)` starts a step. `recv(group)` waits for its end and returns obs, reward, terminated, truncated
+    and final_obs of all agents of the group; it raises WorkerLost if a worker does not answer.
     """
 
     PATIENCE = 10.0  # seconds
@@ -351,7 +358,7 @@ class SubprocEnvs:
 
         def shared(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             tensor = torch.zeros(self.num_groups, num_workers, num_agents, *shape, dtype=dtype).share_memory_()
-            if pin_memory:  # so that copies to a GPU wait for nothing
+            if pin_memory:  # for asynchronous copies to a GPU
                 torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
             return tensor
 
@@ -364,8 +371,8 @@ class SubprocEnvs:
 
         self.pipes = []
         self.processes = []
-        atexit.register(self.close)  # before multiprocessing would wait for them, whatever ends the program
-        # Ctrl-C and SIGTERM reach all processes of a job, and the trainer decides: workers ignore them from birth.
+        atexit.register(self.close)  # runs before multiprocessing would wait for the workers
+        # SIGINT and SIGTERM reach all processes of a job. Workers ignore them from their start: the trainer decides.
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
         for worker in range(num_workers):
             pipe, child_pipe = SPAWN.Pipe()
@@ -386,7 +393,7 @@ class SubprocEnvs:
             raise
 
     def wait(self, patience: float) -> None:
-        """Until every worker has answered once more."""
+        """Waits for one answer of every worker. Raises WorkerLost after `patience` seconds."""
         deadline = time.monotonic() + patience
         for number, (pipe, process) in enumerate(zip(self.pipes, self.processes)):
             name = f"worker {number} (process {process.pid})"
@@ -403,11 +410,11 @@ class SubprocEnvs:
     def send(self, group: int, action: torch.Tensor) -> None:
         self.action[group].view(-1).copy_(action)
         for pipe in self.pipes:
-            with suppress(OSError):  # a worker that is gone is named when its answer is missed
+            with suppress(OSError):  # `recv` reports a dead worker
                 pipe.send(group)
 
     def recv(self, group: int) -> tuple[torch.Tensor, ...]:
-        self.wait(self.PATIENCE)  # groups are answered in the order they were sent in
+        self.wait(self.PATIENCE)  # answers arrive in the order in which groups were sent
         return tuple(result[group].flatten(0, 1) for result in self.results)
 
     def read_finished(self) -> torch.Tensor:
@@ -423,7 +430,7 @@ class SubprocEnvs:
 
 
 def worker_main(make_games: Callable[[int], Any], seeds: list[int], pipe: Any, memory: list[torch.Tensor]) -> None:
-    """Body of a worker. It ends when the trainer is gone."""
+    """Main function of a worker process. It returns when the trainer is gone."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A side-scroller: game.py is the rule book, batch.py plays several games at once, real.py the real NES game."""
+"""A side-scroller: game.py has the rules, batch.py many games at once, real.py the original NES game."""
 
 from envs.mario.game import ACTIONS, TRAIN_LEVELS, UNSEEN_LEVELS, Episode, MarioGame
 

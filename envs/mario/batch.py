@@ -1,4 +1,4 @@
-"""Many games of the side-scroller at once in NumPy, and one of them as a Gymnasium environment."""
+"""Batched side-scroller in NumPy, and a single game as a Gymnasium environment."""
 
 from typing import Any
 
@@ -11,15 +11,21 @@ from envs.streams import Stream
 
 
 class MarioBatch:
-    """`num_envs` games at once, all arrays NumPy; lane i of a seed plays the same game whatever the others do.
+    """`num_envs` = N games, one per lane. The game of a lane depends only on the seed and the lane's number.
 
-    `reset() -> obs` and `step(action) -> (obs, reward, terminated, truncated, info)`: `action` (N,) integers, `obs`
-    (N, stack, size, size) uint8 with the newest frame last (`obs[:, -1]` is what a replay has to store), `reward`
-    (N,) float32, the two ends (N,) bool. A finished game starts anew in the same step, its stack filled with its first
-    frame; `info["final_obs"]` is what each game looked like before that, and `info` also holds `distance` (pixels),
-    `flag`, `score`, `length` and `return` as of then, each (N,). Both observations are the environment's own buffers,
-    overwritten by the next step. `actions` is 12 (all), 7 (simple) or 5 (only to the right); `first_lane` is the
-    number of lane 0; other keywords are those of `MarioGame`.
+    - `reset() -> obs`: starts a new game in every lane. `obs` is (N, stack, size, size) uint8, newest frame last. A
+      replay needs to store only `obs[:, -1]`.
+    - `step(action) -> (obs, reward, terminated, truncated, info)`: `action` is (N,) integers, `reward` (N,) float32,
+      `terminated` and `truncated` (N,) bool. A finished game is reset within the same step, its stack filled with its
+      first frame. `info` has the state before that reset: `final_obs` (N, stack, size, size), `distance` (pixels),
+      `flag`, `score`, `length` and `return` (N,).
+    - `state_dict()` and `load_state_dict(saved)`: the complete state of all games.
+    - `finished` (6,) float64: number of finished games and the sums of their distance, flag, score, length and return,
+      since the caller last zeroed it.
+
+    `obs` and `final_obs` are buffers that the next step overwrites. `actions` is 12 (all), 7 (simple) or 5 (right
+    only), `max_steps` the step limit (None: that of the game), `first_lane` the number of lane 0; other keywords are
+    those of `MarioGame`. Raises ValueError for a setting out of range.
     """
 
     game_class: Any = MarioGame
@@ -45,11 +51,16 @@ class MarioBatch:
             raise ValueError(f"max_steps {max_steps}: must be at least 1")
         self.num_envs = num_envs
         self.num_actions = actions
-        self.games = [self.game_class(**game) for _ in range(num_envs)]
-        self.streams = [Stream(seed, first_lane + lane) for lane in range(num_envs)]
-        self.episodes = [Episode(0, self.max_steps) for _ in range(num_envs)]
+        self.games = []
+        self.streams = []
+        self.episodes = []
+        for lane in range(num_envs):
+            self.games.append(self.game_class(**game))
+            self.streams.append(Stream(seed, first_lane + lane))
+            self.episodes.append(Episode(0, self.max_steps))
         size = self.games[0].size
-        self.obs = np.zeros((num_envs, stack, size, size), np.uint8)
+        shape = (num_envs, stack, size, size)
+        self.obs = np.zeros(shape, np.uint8)
         self.final_obs = np.zeros_like(self.obs)
         self.reward = np.zeros(num_envs, np.float32)
         self.terminated = np.zeros(num_envs, bool)
@@ -61,21 +72,21 @@ class MarioBatch:
             "length": np.zeros(num_envs, np.int64),
             "return": np.zeros(num_envs, np.float32),
         }
-        # Games finished since the caller last zeroed this, and the sums of the five statistics over them.
         self.finished = np.zeros(6)
 
     def reset(self) -> np.ndarray:
-        """Start a new game in every lane."""
+        """Starts a new game in every lane."""
         for lane in range(self.num_envs):
             self.start(lane)
         return self.obs
 
     def start(self, lane: int) -> None:
-        """Start a new game in one lane."""
+        """Starts a new game in one lane."""
         game = self.games[lane]
         stack = self.obs[lane]
         game.start(self.streams[lane])
-        self.episodes[lane] = Episode(game.where(), self.max_steps)
+        x = game.where()
+        self.episodes[lane] = Episode(x, self.max_steps)
         game.picture(stack[0])
         stack[1:] = stack[0]
 
@@ -85,12 +96,14 @@ class MarioBatch:
         done = terminated | truncated
         for lane in done.nonzero()[0]:
             self.start(lane)
-        info = {name: values.copy() for name, values in self.statistics.items()}
-        info["final_obs"] = self.final_obs
-        return self.obs, self.reward.copy(), terminated.copy(), truncated.copy(), info
+        info = {"final_obs": self.final_obs}
+        for name, values in self.statistics.items():
+            info[name] = values.copy()
+        reward = self.reward.copy()
+        return self.obs, reward, terminated.copy(), truncated.copy(), info
 
     def play(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A step without the new starts: what it looks like is in `final_obs`."""
+        """A step without resets. Writes the observations to `final_obs`. Returns terminated and truncated."""
         self.final_obs[:, :-1] = self.obs[:, 1:]
         distance = self.statistics["distance"]
         flag = self.statistics["flag"]
@@ -101,7 +114,8 @@ class MarioBatch:
             game = self.games[lane]
             episode = self.episodes[lane]
             game.play(ACTIONS[choice])
-            reward, terminated, truncated = episode.step(game.where(), game.dead, game.flag)
+            x = game.where()
+            reward, terminated, truncated = episode.step(x, game.dead, game.flag)
             self.reward[lane] = reward
             self.terminated[lane] = terminated
             self.truncated[lane] = truncated
@@ -117,34 +131,37 @@ class MarioBatch:
         return self.terminated, self.truncated
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the games are, as tensors and plain values; the tensors share memory with the environment."""
+        """The complete state of all games, in tensors, lists and Python numbers. The tensors are not copies."""
         lanes = []
         for game, stream, episode in zip(self.games, self.streams, self.episodes):
-            lane = {}
-            lane["game"] = game.state()
-            lane["stream"] = [stream.key, stream.draws]
-            lane["episode"] = {name: getattr(episode, name) for name in Episode.__slots__}
+            lane = {
+                "game": game.state(),
+                "stream": [stream.key, stream.draws],
+                "episode": {name: getattr(episode, name) for name in Episode.__slots__},
+            }
             lanes.append(lane)
-        state = {}
-        state["lanes"] = lanes
-        state["obs"] = torch.from_numpy(self.obs)
-        state["finished"] = torch.from_numpy(self.finished)
-        return state
+        return {
+            "lanes": lanes,
+            "obs": torch.from_numpy(self.obs),
+            "finished": torch.from_numpy(self.finished),
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.obs[:] = saved["obs"].numpy()
         self.finished[:] = saved["finished"].numpy()
-        for game, stream, episode, lane in zip(self.games, self.streams, self.episodes, saved["lanes"]):
-            game.restore(lane["game"])
+        for i, lane in enumerate(saved["lanes"]):
+            self.games[i].restore(lane["game"])
+            stream = self.streams[i]
             stream.key, stream.draws = lane["stream"]
             for name, value in lane["episode"].items():
-                setattr(episode, name, value)
+                setattr(self.episodes[i], name, value)
 
 
 class MarioEnv(gym.Env):
-    """One lane of the engine as a Gymnasium environment; keywords as `MarioBatch` has them.
+    """One lane of `MarioBatch`, with the same keywords, as a Gymnasium environment.
 
-    Observation: (stack, size, size) uint8. `info` holds `distance`, `flag`, `score`, `length` and `return`.
+    Observation: (stack, size, size) uint8. `info` has `distance` (pixels), `flag`, `score`, `length` and `return`.
+    Actions out of range raise ValueError.
     """
 
     metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 15}
@@ -167,7 +184,13 @@ class MarioEnv(gym.Env):
             self.batch.streams = [Stream(seed, self.lane)]
             self.has_stream = True
         obs = self.batch.reset()[0]
-        info = {"distance": 0, "flag": False, "score": 0, "length": 0, "return": 0.0}
+        info = {
+            "distance": 0,
+            "flag": False,
+            "score": 0,
+            "length": 0,
+            "return": 0.0,
+        }
         return obs.copy(), info
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
@@ -178,9 +201,9 @@ class MarioEnv(gym.Env):
         terminated, truncated = batch.play(actions)
         batch.obs[:] = batch.final_obs
         obs = batch.obs[0].copy()
-        reward = batch.reward[0].item()
-        info = {name: values[0].item() for name, values in batch.statistics.items()}
-        return obs, reward, terminated[0].item(), truncated[0].item(), info
+        reward = batch.reward.item()
+        info = {name: values.item() for name, values in batch.statistics.items()}
+        return obs, reward, terminated.item(), truncated.item(), info
 
     def render(self) -> np.ndarray | str | None:
         if self.render_mode == "ansi":

@@ -1,12 +1,11 @@
-"""A side-scroller of our own: run, jump, stomp, and reach the flag. Levels come from a seed, physics are integers.
+"""A side-scroller like Super Mario Bros.: run, jump, stomp on walkers, reach the flag. Levels are drawn from a seed.
 
-`MarioGame` is the rule book, one game in plain Python integers; envs/mario/batch.py plays any number of them, draws
-their pictures into one array, and makes Gymnasium environments of them. There is no second engine in array operations:
-a frame costs a game 1.6 us here, while the 70 or so NumPy calls of a frame would cost 40 us however few games there
-are, so arrays would pay above some 25 games, and a collector process, which has one core, plays 4 to 16.
+`MarioGame` is one game in plain Python; envs/mario/batch.py steps many of them. There is no vectorized version, because
+it would be slower: a frame costs 1.6 us per game here, and about 70 NumPy calls would cost 40 us for any number of
+games. Arrays would be faster above 25 games, but a collector process, which has one core, plays 4 to 16.
 
-Positions count 1/16 pixel, speeds 1/16 pixel per frame; x grows to the right, y downward. A tile is 16 pixels, the
-screen 12 x 12 tiles. A level is a grid of tile codes, and what is painted is what is solid.
+All physics are integers. Positions are in 1/16 pixel, speeds in 1/16 pixel per frame; x is to the right, y down. A tile
+is 16 pixels wide, the screen 12 x 12 tiles. A level is a grid of tile codes.
 """
 
 from typing import Any
@@ -31,86 +30,89 @@ from envs.streams import Stream
 
 # ---------------------------------------------------------------------------------------------------- buttons, rewards
 
-RIGHT = 1  # bits of the buttons that are held
+RIGHT = 1  # bits of the buttons that are pressed
 LEFT = 2
 JUMP = 4
 RUN = 8
-DOWN = 16  # does nothing in this game, nor does up
-UP = 32
+DOWN = 16  # no effect in this game
+UP = 32  # no effect
 ACTIONS = (
-    0, RIGHT, RIGHT | JUMP, RIGHT | RUN, RIGHT | JUMP | RUN,  # the first 5 only go right
-    JUMP, LEFT,  # the first 7 are the simple ones
+    0, RIGHT, RIGHT | JUMP, RIGHT | RUN, RIGHT | JUMP | RUN,  # `actions=5`: right only
+    JUMP, LEFT,  # `actions=7`: simple
     LEFT | JUMP, LEFT | RUN, LEFT | JUMP | RUN, DOWN, UP,
 )  # fmt: skip
 
 PROGRESS_REWARD = 0.01
-"""per pixel of new ground: running earns 0.1 a step, so that with gamma 0.97 the way ahead is worth about 3, of the
-size of a death and the flag, and no reward needs clipping"""
+"""per pixel beyond the furthest position. Running earns 0.1 per step, which is a return of about 3 with gamma 0.97:
+similar to death and flag, so rewards need no clipping."""
 DEATH_REWARD = -1.0
 FLAG_REWARD = 2.0
 STUCK_REWARD = -0.5
 PATIENCE = 40
-"""agent steps without new ground after which a game is given up"""
+"""agent steps without progress until a game is truncated"""
 
 TRAIN_LEVELS = (0, 1000)
-"""range of level seeds that agents train on unless told otherwise"""
+"""range of level seeds for training, end exclusive"""
 UNSEEN_LEVELS = (1_000_000, 2_000_000)
-"""range of level seeds that only evaluation plays"""
+"""range of level seeds for evaluation only"""
 
 
 class Episode:
-    """What a step earns and when a game ends: here only, for our game and the real one."""
+    """Rewards and ends of an episode, for `MarioGame` and the original game alike."""
 
     __slots__ = ("start", "best", "idle", "length", "total", "flag", "max_steps")
 
     def __init__(self, x: int, max_steps: int) -> None:
-        self.start = self.best = x  # pixels: where it began, and the furthest yet
-        self.idle = 0  # agent steps without new ground
+        self.start = x  # in pixels
+        self.best = x  # the furthest position so far
+        self.idle = 0  # agent steps without progress
         self.length = 0
         self.total = 0.0
         self.flag = False
         self.max_steps = max_steps
 
     def step(self, x: int, dead: bool, flag: bool) -> tuple[float, bool, bool]:
-        """Position in pixels after a step -> reward, terminated, truncated."""
+        """Reward, terminated and truncated of an agent step that ended at `x` (pixels)."""
         gain = max(x - self.best, 0)
         self.best += gain
         self.idle = 0 if gain else self.idle + 1
         self.length += 1
         self.flag = flag
         terminated = dead or flag
-        stuck = self.idle >= PATIENCE and not terminated
-        reward = PROGRESS_REWARD * gain + DEATH_REWARD * dead + FLAG_REWARD * flag + STUCK_REWARD * stuck
+        is_stuck = self.idle >= PATIENCE and not terminated
+        reward = PROGRESS_REWARD * gain + DEATH_REWARD * dead + FLAG_REWARD * flag + STUCK_REWARD * is_stuck
         self.total += reward
-        return reward, terminated, not terminated and (stuck or self.length >= self.max_steps)
+        is_over = is_stuck or self.length >= self.max_steps
+        truncated = is_over and not terminated
+        return reward, terminated, truncated
 
 
-# ------------------------------------------------------------------------------------------------------- the rule book
+# ------------------------------------------------------------------------------------------------------------ the game
 
 WIDTH = 12 * 16
 HEIGHT = 16 * 16
 WALKER_HEIGHT = 14 * 16
 WALK_SPEED = 24
 RUN_SPEED = 40
-FALL_SPEED = 72  # at most
+FALL_SPEED = 72  # maximum
 JUMP_SPEED = -86
 BOUNCE_SPEED = -48
-RISE_GRAVITY = 4  # while the jump is held on the way up
-GRAVITY = 10  # at all other times
-TURN = 2  # speed lost per frame by pressing against it; gaining and coasting take 1
-STOMP_DEPTH = 8 * 16  # how far below a walker's top feet may be and still stomp it
-JUMP_AGAIN = 16  # frames on the ground after which a jump that is still held starts the next
-LOOK_BACK = 4 * 256  # the camera keeps this much behind the furthest point, and never goes back
+RISE_GRAVITY = 4  # while rising with the jump button held
+GRAVITY = 10  # otherwise
+TURN = 2  # change of speed per frame when turning; it is 1 for accelerating and slowing down
+STOMP_DEPTH = 8 * 16  # maximum distance of the feet below a walker's top that counts as a stomp
+JUMP_AGAIN = 16  # frames on the ground until a held jump button starts another jump
+LOOK_BACK = 4 * 256  # distance of the player from the left edge of the screen; the camera never moves back
 COIN_SCORE = 100
 STOMP_SCORE = 200
 FLAG_SCORE = 1000
 
 
 class MarioGame:
-    """The rule book: one game, a level per `start`.
+    """One game; every `start` draws a level.
 
-    `levels` is the range of level seeds, end excluded; `size` the side of the picture in pixels; `skip` frames an
-    agent step; each game begins with up to `noop_max` frames of nothing. `x` is in 1/16 pixel (`where()` in pixels).
+    `levels` is the range of level seeds, end exclusive; `size` the side of the picture in pixels; `skip` the frames per
+    agent step; `noop_max` the maximum number of no-op frames at the start. Raises ValueError for invalid settings.
     """
 
     max_steps = 500
@@ -154,13 +156,13 @@ class MarioGame:
         self.art = gray_art(self.tile)
 
     def start(self, draw: Stream) -> None:
-        """Begin a level drawn from the lane's stream."""
+        """Starts a level drawn from the lane's random stream."""
         first, end = self.levels
         self.enter(first + draw(end - first))
         self.play(0, draw(self.noop_max + 1))
 
     def enter(self, seed: int) -> None:
-        """Stand at the start of the level of this seed."""
+        """Puts the player at the start of the level with this seed."""
         self.seed = seed
         self.level = Level(seed, self.difficulty)
         self.x = START << 8
@@ -175,19 +177,21 @@ class MarioGame:
         self.left_facing = False
         self.dead = False
         self.flag = False
-        self.taken = []  # places of coins in the grid
+        self.taken = []  # grid indices of collected coins
         self.stomped = []  # indices of walkers
-        codes = np.frombuffer(self.level.grid, np.uint8).reshape(-1, 16)[:, :SCREEN]
-        self.strip = self.art[codes.T].transpose(0, 2, 1, 3).reshape(self.size, -1)  # the whole level, painted once
+        codes = np.frombuffer(self.level.grid, np.uint8).reshape(-1, 16)
+        tiles = self.art[codes[:, :SCREEN].T]  # (row, column, y, x)
+        self.strip = tiles.transpose(0, 2, 1, 3).reshape(self.size, -1)  # picture of the whole level
 
     def where(self) -> int:
+        """x of the player in pixels."""
         return self.x >> 4
 
     def play(self, buttons: int, frames: int | None = None) -> None:
-        """Hold `buttons` for `frames` (None: `skip`), or until the game ends; a game that has ended stays as it is."""
+        """Presses `buttons` for `frames` (None: `skip`) or until the game ends. No effect on a finished game."""
         if self.dead or self.flag:
             return
-        # Attributes are read and written once per agent step: each access costs as much as an addition.
+        # Local variables, because an attribute access costs as much as an addition.
         frames = self.skip if frames is None else frames
         grid = self.level.grid
         x = self.x
@@ -200,30 +204,30 @@ class MarioGame:
         camera = self.camera
         flag_at = self.level.flag - WIDTH
         reach = frames * (RUN_SPEED + WALKER_SPEED) + WIDTH
-        near = [
+        near_walkers = [
             (i, walker)
             for i, walker in enumerate(self.level.walkers)
             if walker[0] - reach < x < walker[0] + walker[1] + reach + WALKER_WIDTH and i not in self.stomped
         ]
-        push = (1 if buttons & RIGHT else 0) - (1 if buttons & LEFT else 0)
+        direction = (1 if buttons & RIGHT else 0) - (1 if buttons & LEFT else 0)
         top_speed = RUN_SPEED if buttons & RUN else WALK_SPEED
         jump = buttons & JUMP
-        if push:
-            self.left_facing = push < 0
+        if direction:
+            self.left_facing = direction < 0
         for _ in range(frames):
             clock += 1
-            if push:
-                ahead = vx * push
-                if ahead < 0:
-                    vx += TURN * push
-                elif ahead < top_speed:
-                    vx += push
-                elif ahead > top_speed:
-                    vx -= push
+            if direction:
+                forward_speed = vx * direction
+                if forward_speed < 0:
+                    vx += TURN * direction
+                elif forward_speed < top_speed:
+                    vx += direction
+                elif forward_speed > top_speed:
+                    vx -= direction
             elif grounded and vx:
                 vx += 1 if vx < 0 else -1
 
-            # `held` is the frames of standing until a held jump starts again; 0 once the button was up.
+            # `held` is the number of frames on the ground until a held button jumps again; 0 after its release.
             if not jump:
                 held = 0
             elif grounded:
@@ -252,11 +256,11 @@ class MarioGame:
                     vx = 0
 
             y += vy
-            back = x >> 8 << 4
-            front = (x + WIDTH - 1) >> 8 << 4
+            left_column = x >> 8 << 4
+            right_column = (x + WIDTH - 1) >> 8 << 4
             if vy > 0:
                 row = (y + HEIGHT - 1) >> 8
-                grounded = grid[back | row] >= SOLID or grid[front | row] >= SOLID
+                grounded = grid[left_column | row] >= SOLID or grid[right_column | row] >= SOLID
                 if grounded:
                     y = (row << 8) - HEIGHT
                     vy = 0
@@ -268,11 +272,11 @@ class MarioGame:
                 if y < 0:
                     y = 0
                     vy = 0
-                elif grid[back | y >> 8] >= SOLID or grid[front | y >> 8] >= SOLID:
+                elif grid[left_column | y >> 8] >= SOLID or grid[right_column | y >> 8] >= SOLID:
                     y = ((y >> 8) + 1) << 8
                     vy = 0
 
-            for i, walker in near:
+            for i, walker in near_walkers:
                 gap = pace(walker, clock) - x
                 depth = y + HEIGHT - (GROUND << 8) + WALKER_HEIGHT
                 if -WALKER_WIDTH < gap < WIDTH and depth > 0:
@@ -280,17 +284,17 @@ class MarioGame:
                         vy = BOUNCE_SPEED
                         self.score += STOMP_SCORE
                         self.stomped.append(i)
-                        near.remove((i, walker))
+                        near_walkers.remove((i, walker))
                     else:
                         self.dead = True
                     break
             if self.dead:
                 break
 
-            place = (x + WIDTH // 2) >> 8 << 4 | (y + HEIGHT // 2) >> 8
-            if grid[place] == COIN:
+            index = (x + WIDTH // 2) >> 8 << 4 | (y + HEIGHT // 2) >> 8
+            if grid[index] == COIN:
                 self.score += COIN_SCORE
-                self._take(place)
+                self._remove_coin(index)
             if x - LOOK_BACK > camera:
                 camera = x - LOOK_BACK
             if x >= flag_at:
@@ -306,27 +310,27 @@ class MarioGame:
         self.clock = clock
         self.camera = camera
 
-    def _take(self, place: int) -> None:
-        """The coin at `place` of the grid is gone."""
-        self.taken.append(place)
-        self.level.grid[place] = SKY
-        column = (place >> 4) * self.tile
-        row = (place & 15) * self.tile
+    def _remove_coin(self, index: int) -> None:
+        """Removes the coin at this index of the grid."""
+        self.taken.append(index)
+        self.level.grid[index] = SKY
+        column = (index >> 4) * self.tile
+        row = (index & 15) * self.tile
         self.strip[row : row + self.tile, column : column + self.tile] = self.art[SKY]
 
     def visible(self) -> list[int]:
-        """x of the walkers on the screen."""
-        near = self.camera - WALKER_WIDTH
-        far = self.camera + (SCREEN << 8)
-        places = [
+        """x of the walkers on the screen, in 1/16 pixel."""
+        left_edge = self.camera - WALKER_WIDTH
+        right_edge = self.camera + (SCREEN << 8)
+        positions = [
             pace(walker, self.clock)
             for i, walker in enumerate(self.level.walkers)
-            if walker[0] < far and walker[0] + walker[1] > near and i not in self.stomped
+            if walker[0] < right_edge and walker[0] + walker[1] > left_edge and i not in self.stomped
         ]
-        return [x for x in places if near < x < far]
+        return [x for x in positions if left_edge < x < right_edge]
 
     def picture(self, out: np.ndarray) -> None:
-        """Paint (size, size) uint8 gray: a window of the strip, and the few who move."""
+        """Draws the screen to `out` (size, size) uint8 in gray: a window of the strip, walkers and the player."""
         tile = self.tile
         shift = self.camera * tile >> 8
         out[:] = self.strip[:, shift : shift + self.size]
@@ -337,7 +341,7 @@ class MarioGame:
             left = (x * tile >> 8) - shift
             out[top : GROUND * tile, max(left, 0) : max(left + side, 0)] = 0
             out[top + eye : top + 3 * eye, max(left + eye, 0) : max(left + side - eye, 0)] = 255
-        # Who stands with the jump still held has to wait, and crouches: the picture tells what a press will do.
+        # A player that holds the jump button on the ground crouches, so that the picture shows that it cannot jump yet.
         crouch = tile // 3 if self.grounded and self.held else 0
         left = (self.x * tile >> 8) - shift
         bottom = (self.y * tile >> 8) + tile
@@ -348,7 +352,7 @@ class MarioGame:
         out[top + eye : top + 2 * eye, look : look + 2 * eye] = 0
 
     def state(self) -> dict[str, Any]:
-        """All that this game is, in plain values."""
+        """The complete state of the game, in Python numbers and lists."""
         state = {name: getattr(self, name) for name in self._STATE}
         state["taken"] = list(self.taken)
         state["stomped"] = list(self.stomped)
@@ -360,18 +364,25 @@ class MarioGame:
             setattr(self, name, state[name])
         self.stomped = list(state["stomped"])
         for place in state["taken"]:
-            self._take(place)
+            self._remove_coin(place)
 
     def ansi(self) -> str:
-        """The screen in text: o player, w walker, # solid, = pipe, * coin, | flag."""
+        """The screen as text: o player, w walker, # solid, = pipe, * coin, | flag."""
         first = self.camera >> 8
-        codes = np.frombuffer(self.level.grid, np.uint8).reshape(-1, 16)[first : first + SCREEN + 1, :SCREEN].T
-        signs = np.array(list(" *|> ##==#"))[codes]
+        codes = np.frombuffer(self.level.grid, np.uint8).reshape(-1, 16)
+        codes = codes[first : first + SCREEN + 1, :SCREEN]
+        signs = np.array(list(" *|> ##==#"))[codes.T]
         for x in self.visible():
-            signs[GROUND - 1, min(max((x + WALKER_WIDTH // 2 >> 8) - first, 0), SCREEN)] = "w"
-        signs[min(self.y + HEIGHT // 2 >> 8, SCREEN - 1), (self.x + WIDTH // 2 >> 8) - first] = "o"
-        title = f"score {self.score}  distance {self.where() - (START << 4)}"
-        return "\n".join([title, *("".join(row) for row in signs)])
+            column = (x + WALKER_WIDTH // 2 >> 8) - first
+            column = min(max(column, 0), SCREEN)
+            signs[GROUND - 1, column] = "w"
+        row = min(self.y + HEIGHT // 2 >> 8, SCREEN - 1)
+        column = (self.x + WIDTH // 2 >> 8) - first
+        signs[row, column] = "o"
+        distance = self.where() - (START << 4)
+        lines = [f"score {self.score}  distance {distance}"]
+        lines += ["".join(row) for row in signs]
+        return "\n".join(lines)
 
     def rgb(self) -> np.ndarray:
         return render_rgb(self)

@@ -1,4 +1,4 @@
-"""What the side-scroller looks like: in gray for agents, in colour for people."""
+"""Rendering of the side-scroller: gray tiles for agents, RGB images for people."""
 
 from typing import Any
 
@@ -9,11 +9,15 @@ from envs.mario.levels import ABYSS, BLOCK, COIN, GRASS, GROUND, PENNANT, PIPE, 
 
 
 def gray_art(tile: int) -> np.ndarray:
-    """(codes, tile, tile) uint8: each tile in gray. What kills or carries differs most: the abyss is black, ground
-    light, seams between tiles show speed."""
+    """(codes, tile, tile) uint8: gray images of all tile codes, `tile` pixels wide.
+
+    Gaps are black and ground is light, for contrast. Seams between tiles make speed visible.
+    """
     art = np.full((10, tile, tile), 120, np.uint8)
     edge = max(tile // 6, 1)
-    middle = slice(tile // 2 - tile // 6, tile // 2 + tile // 6 + 1)
+    first = tile // 2 - tile // 6
+    end = tile // 2 + tile // 6 + 1
+    middle = slice(first, end)
     art[COIN, middle, middle] = 220
     art[POLE:ABYSS, :, middle] = 255
     art[PENNANT, : tile // 2] = 255
@@ -37,7 +41,7 @@ DIRT = [
     (0.65, 0.75, 0.81, 0.85, 0.05, "#8d5a3b"),
 ]
 STICK = [(0.44, 0, 0.56, 1, 0, "#f4f4f4")]
-SHAPES = {  # rounded rectangles (left, top, right, bottom, radius, color), in tiles from a corner of the thing
+SHAPES = {  # rounded rectangles (left, top, right, bottom, radius, color), in tiles relative to the top left corner
     ABYSS: [(0, 0, 1, 1, 0, "#1e2742")],
     GRASS: [
         *DIRT,
@@ -59,7 +63,7 @@ SHAPES = {  # rounded rectangles (left, top, right, bottom, radius, color), in t
         (-0.5, 0.1, 0.5, 0.65, 0.08, "#e8554e"),
         (-0.4, 0.3, 0.1, 0.45, 0.07, "#ffd9d6"),
     ],
-    RIM: [  # both columns of a pipe at once
+    RIM: [  # for both columns of a pipe
         (0, 0, 2, 1, 0.1, "#2f8f83"),
         (0.15, 0.06, 0.5, 0.94, 0, "#5cc2b3"),
     ],
@@ -101,22 +105,23 @@ SHAPES = {  # rounded rectangles (left, top, right, bottom, radius, color), in t
     ],
 }
 
-TILE = 96  # pixels along a tile, before the picture is halved
+TILE = 96  # pixels per tile, before `Canvas` halves the picture
 SIDE = TILE * SCREEN
 
 
 def draw_shape(canvas: Canvas, name: Any, x: float, y: float) -> None:
-    """One of SHAPES with its corner at (x, y), in tiles."""
+    """Draws one of SHAPES with its corner at (x, y), in tiles."""
     for left, top, right, bottom, radius, color in SHAPES[name]:
         x1 = round(TILE * (x + left))
         y1 = round(TILE * (y + top))
         x2 = round(TILE * (x + right)) - 1
         y2 = round(TILE * (y + bottom)) - 1
-        canvas.draw.rounded_rectangle((x1, y1, x2, y2), radius * TILE, color)
+        box = (x1, y1, x2, y2)
+        canvas.draw.rounded_rectangle(box, radius * TILE, color)
 
 
 def render_rgb(game: Any) -> np.ndarray:
-    """The screen as (576, 576, 3) uint8, 48 pixels a tile, for people."""
+    """The screen as (576, 576, 3) uint8, 48 pixels per tile."""
     canvas = Canvas(SIDE, SIDE)
     camera = game.camera / 256
     draw_background(canvas, camera)
@@ -135,21 +140,25 @@ def render_rgb(game: Any) -> np.ndarray:
     crouch = 0.24 if game.grounded and game.held else 0
     draw_shape(canvas, "feet", x, y)
     draw_shape(canvas, "player", x, y + crouch)
-    draw_shape(canvas, "left" if game.left_facing else "right", x, y + crouch)
-    title = f"score {game.score}   distance {game.where() - (START << 4)}"
+    face = "left" if game.left_facing else "right"
+    draw_shape(canvas, face, x, y + crouch)
+    distance = game.where() - (START << 4)
+    title = f"score {game.score}   distance {distance}"
     canvas.text(TILE / 4, TILE / 2, title, TILE * 0.4, "#12324a")
     return canvas.pixels()
 
 
 def draw_background(canvas: Canvas, camera: float) -> None:
-    """Sky, clouds and hills; what is far away moves more slowly."""
+    """Draws sky, clouds and hills with parallax."""
     for y in range(0, SIDE, 8):
         red = 86 + 152 * y // SIDE
         green = 156 + 90 * y // SIDE
         blue = 214 + 36 * y // SIDE
-        canvas.draw.rectangle((0, y, SIDE, y + 8), (red, green, blue))
+        color = (red, green, blue)
+        canvas.draw.rectangle((0, y, SIDE, y + 8), color)
     cloud_shift = camera / 8 % 5
     hill_shift = camera / 3 % 5
     for i in range(5):
-        draw_shape(canvas, "cloud", i * 5 - cloud_shift - 2, 1 + 0.9 * (i % 2))
-        draw_shape(canvas, "hill", i * 5 - hill_shift - 3, GROUND - 1 - 0.5 * (i % 2))
+        is_odd = i % 2
+        draw_shape(canvas, "cloud", i * 5 - cloud_shift - 2, 1 + 0.9 * is_odd)
+        draw_shape(canvas, "hill", i * 5 - hill_shift - 3, GROUND - 1 - 0.5 * is_odd)

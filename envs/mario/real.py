@@ -1,7 +1,7 @@
-"""The real Super Mario Bros. (NES) behind the interface of envs/mario/game.py: same actions, reward, ends and pictures.
+"""The original Super Mario Bros. (NES) with the actions, rewards, ends and pictures of envs/mario/game.py.
 
-Needs `stable-retro` and a ROM of your own: `rom=PATH`, or the file that an installed `gym-super-mario-bros` carries. It
-drives the emulator core below stable-retro's Gym layer. A process can hold one emulator, so a batch has one lane.
+Needs `stable-retro` and a ROM: `rom=PATH`, or the file inside an installed `gym-super-mario-bros`. It uses the emulator
+of stable-retro without its Gym layer. A process can have only one emulator, so a batch has one lane.
 """
 
 import gc
@@ -17,11 +17,11 @@ from envs.mario.batch import MarioBatch, MarioEnv
 from envs.mario.game import DOWN, JUMP, LEFT, RIGHT, RUN, UP, check_timing
 from envs.streams import Stream
 
-BUTTONS = (RUN, 0, 0, 0, UP, DOWN, LEFT, RIGHT, JUMP)  # the core's order: B, none, SELECT, START, four ways, A
+BUTTONS = (RUN, 0, 0, 0, UP, DOWN, LEFT, RIGHT, JUMP)  # B, none, SELECT, START, UP, DOWN, LEFT, RIGHT, A
 START_BUTTON = 3
 PRESSED = [np.array([bool(held & button) for button in BUTTONS], np.uint8) for held in range(64)]
 NOTHING = PRESSED[0]
-# Places in the 2 KiB of RAM.
+# Addresses in the 2 KiB of RAM.
 MODE = 0x770
 TASK = 0x772
 PLAYER = 0x0E
@@ -29,18 +29,21 @@ FLOAT = 0x1D
 BELOW = 0xB5
 X_PAGE = 0x6D
 X_PIXEL = 0x86
-KINDS = 0x16  # of the five who move
+KINDS = 0x16  # types of the five moving objects
 SCORE = 0x7DD
 WORLD = 0x75F
 STAGE = 0x75C
 AREA = 0x760
 TITLE_TIMER = 0x7A0
-OLD_BUTTONS = 0x0D  # what of A and B was down in the last frame
-A_BUTTON = 0x80  # its bit of A
+OLD_BUTTONS = 0x0D  # A and B in the last frame
+A_BUTTON = 0x80  # bit of A in OLD_BUTTONS
 
 
 def find_rom(rom: str | None = None) -> Path:
-    """Path of the ROM: the one given, else the one inside an installed gym-super-mario-bros, which is not imported."""
+    """Path of the ROM: `rom`, or the file inside an installed gym-super-mario-bros, which is not imported.
+
+    Raises ValueError if there is no such file or it is not Super Mario Bros.
+    """
     package = importlib.util.find_spec("gym_super_mario_bros")
     path = Path(rom) if rom else None
     if path is None and package is not None:
@@ -53,15 +56,16 @@ def find_rom(rom: str | None = None) -> Path:
     if not path.is_file() or path.suffix != ".nes":
         raise ValueError(f"rom {path}: no such .nes file; give the path of a .nes file of Super Mario Bros.")
     data = path.read_bytes()
-    # Dumps differ in a few bytes of graphics and title; the end of the program (a table and the interrupt vectors) is
-    # the same in all of them, and in no other game.
-    if data[:4] != b"NES\x1a" or zlib.crc32(data[16 + 0x7FF0 : 16 + 0x8000]) != 0xC7BAB0FB:
+    # Dumps differ in a few bytes of graphics and title. The end of the program (a table and the interrupt vectors) is
+    # the same in all dumps and differs from other games.
+    program_end = data[16 + 0x7FF0 : 16 + 0x8000]
+    if data[:4] != b"NES\x1a" or zlib.crc32(program_end) != 0xC7BAB0FB:
         raise ValueError(f"rom {path}: not Super Mario Bros. (NES); give the path of a .nes file of that game")
     return path
 
 
 def area_weights(pixels: int, size: int) -> np.ndarray:
-    """(size, pixels) float32: rows that average a line of `pixels` down to `size`, parts of pixels included."""
+    """(size, pixels) float32 weights that resize a line of `pixels` to `size` by area averaging."""
     edges = np.arange(size + 1) * pixels / size
     pixel = np.arange(pixels)
     first = np.maximum(edges[:-1, None], pixel)
@@ -71,13 +75,14 @@ def area_weights(pixels: int, size: int) -> np.ndarray:
 
 
 class NesGame:
-    """One emulator, with what `MarioBatch` asks of a game (see `MarioGame`).
+    """One emulator with the interface of `MarioGame`.
 
-    `world` 1 to 8 and `stage` 1 to 4 choose the level. A game starts from a saved state of the level's first
-    controllable frame, so it costs nothing to begin, and two starts show the same pictures.
+    `world` 1 to 8 and `stage` 1 to 4 select the level. A game starts from a saved state at the level's first
+    controllable frame, which takes no time and always shows the same pictures. Raises ValueError for an invalid setting
+    or ROM, or if there is no emulator.
     """
 
-    max_steps = 2500  # the game's own clock runs out after some 2,400 steps
+    max_steps = 2500  # the game's own time runs out after about 2,400 steps
 
     def __init__(
         self,
@@ -101,7 +106,7 @@ class NesGame:
         self.size = size
         self.skip = skip
         self.noop_max = noop_max
-        gc.collect()  # an emulator that nobody holds any more may still be waiting to be freed
+        gc.collect()  # frees an earlier emulator that is no longer referenced
         try:
             self.emulator = stable_retro.RetroEmulator(str(path))
         except RuntimeError as error:
@@ -109,18 +114,20 @@ class NesGame:
         self.data = stable_retro.data.GameData()
         self.emulator.configure_data(self.data)
         self.emulator.step()
-        # Weights of rows repeat: at 84, every 8 rows of the screen make 3 of the picture in the same way.
+        # The weights of rows repeat: with size 84 every 8 rows of the screen become 3 rows of the picture.
         self.groups = math.gcd(224, size)
         self.rows = area_weights(224 // self.groups, size // self.groups)
         self.columns = np.ascontiguousarray(area_weights(240, size).T)
         self.luma = np.array([0.299, 0.587, 0.114], np.float32)
         self._boot(path, world, stage)
-        # A saved state costs 2 us and holds the RAM; the library's own refresh of it costs 80 to 160.
+        # Reading the RAM from a saved state takes 2 us; the library's own method takes 80 to 160 us.
         self.ram_at = self.first.index(b"RAM\0\0\x08\0\0") + 8
 
     def _boot(self, path: Path, world: int, stage: int) -> None:
-        """From power-on to the first controllable frame of a level, about 70 frames."""
-        area = stage if stage > 1 and world in (1, 2, 4, 7) else stage - 1  # these worlds have an extra one before 2
+        """Plays from power-on to the first controllable frame of a level, about 70 frames."""
+        area = stage - 1
+        if stage > 1 and world in (1, 2, 4, 7):
+            area = stage  # these worlds have an extra area before stage 2
         memory = self.data.memory
         for _ in range(40):
             self._frame(NOTHING)
@@ -128,7 +135,7 @@ class NesGame:
         for frame in range(600):
             self.data.update_ram()
             if memory.extract(MODE, "|u1") != 1:
-                # The level has to be there before START is read; later it would change the label, not the map.
+                # Set the level before START is read. Later it would change only the label, not the map.
                 memory.assign(WORLD, "|u1", world - 1)
                 memory.assign(STAGE, "|u1", stage - 1)
                 memory.assign(AREA, "|u1", area)
@@ -138,7 +145,7 @@ class NesGame:
                 return
             else:
                 memory.assign(TITLE_TIMER, "|u1", 0)
-                self.first = self.emulator.get_state()  # in the end: one frame before the first controllable one
+                self.first = self.emulator.get_state()  # the last one is one frame before the first controllable frame
                 self._frame(NOTHING)
         raise ValueError(f"rom {path}: level {world}-{stage} did not start within 600 frames")
 
@@ -147,15 +154,16 @@ class NesGame:
         self.emulator.step()
 
     def start(self, draw: Stream) -> None:
-        """Back to the start of the level, and a drawn number of frames of nothing."""
+        """Restores the start of the level and plays a random number of no-op frames."""
         self.emulator.set_state(self.first)
-        self.play(0, 1 + draw(self.noop_max + 1))  # the one brings the screen, too, to the first controllable frame
+        noops = draw(self.noop_max + 1)
+        self.play(0, 1 + noops)  # the first frame is the first controllable one
 
     def play(self, buttons: int, frames: int | None = None) -> None:
-        """Hold `buttons` for `frames` (None: `skip`).
+        """Presses `buttons` for `frames` (None: `skip`).
 
-        The game starts a jump only at a new press of A, and no picture shows whether A is still down. So where a jump
-        is asked for on the ground, A that is down is let go for one frame first: what jumps is what is seen.
+        The game jumps only when A is newly pressed, and pictures do not show whether A is still pressed. So for a jump
+        from the ground A is released for one frame first: the effect of an action then depends only on what is visible.
         """
         frames = self.skip if frames is None else frames
         if buttons & JUMP and self.ram[FLOAT] == 0 and self.ram[OLD_BUTTONS] & A_BUTTON:
@@ -170,23 +178,27 @@ class NesGame:
     def _read_ram(self) -> None:
         ram = self.ram
         self.dead = ram[PLAYER] in (0x0B, 6) or ram[BELOW] > 1
-        # Sliding down a pole, with the flag (0x31) or Bowser (0x2D) among the five who move; or the end of a world.
-        sliding = ram[FLOAT] == 3 and any(kind in (0x31, 0x2D) for kind in ram[KINDS : KINDS + 5])
-        self.flag = not self.dead and (ram[MODE] == 2 or sliding)
-        self.score = 10 * int("".join(str(digit) for digit in ram[SCORE : SCORE + 6]))
+        # The level is won at the end of a world, or by sliding down a pole with the flag (0x31) or Bowser (0x2D) near.
+        kinds = ram[KINDS : KINDS + 5]
+        is_sliding = ram[FLOAT] == 3 and (0x31 in kinds or 0x2D in kinds)
+        self.flag = not self.dead and (ram[MODE] == 2 or is_sliding)
+        digits = ram[SCORE : SCORE + 6]
+        self.score = 10 * int("".join(str(digit) for digit in digits))
 
     def where(self) -> int:
-        """x in pixels."""
+        """x of the player in pixels."""
         return self.ram[X_PAGE] * 256 + self.ram[X_PIXEL]
 
     def picture(self, out: np.ndarray) -> None:
-        """(size, size) uint8 gray: luma, then the mean over the area of each pixel."""
-        gray = self.emulator.get_screen().reshape(-1, 3).astype(np.float32) @ self.luma
-        rows = (self.rows @ gray.reshape(self.groups, -1, 240)).reshape(self.size, 240)
+        """Draws the screen to `out` (size, size) uint8 in gray: luma, resized by area averaging."""
+        pixels = self.emulator.get_screen().reshape(-1, 3)
+        gray = pixels.astype(np.float32) @ self.luma
+        rows = self.rows @ gray.reshape(self.groups, -1, 240)
+        rows = rows.reshape(self.size, 240)
         np.add(rows @ self.columns, 0.5, out=out, casting="unsafe")
 
     def state(self) -> dict[str, Any]:
-        """All that this game is: the emulator's saved state as a list of bytes."""
+        """The complete state of the game: the emulator's saved state as a list of ints."""
         return {"emulator": [*self.emulator.get_state()]}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -195,7 +207,7 @@ class NesGame:
         self._read_ram()
 
     def ansi(self) -> str:
-        """The screen in 42 x 28 characters, darker to lighter."""
+        """The screen as 42 x 28 characters by brightness."""
         gray = self.emulator.get_screen().mean(2)
         blocks = gray[:, : 42 * 5].reshape(28, 8, 42, 5)
         brightness = blocks.mean((1, 3)) / 256
@@ -203,12 +215,12 @@ class NesGame:
         return "\n".join("".join(row) for row in signs)
 
     def rgb(self) -> np.ndarray:
-        """(448, 480, 3) uint8: the console's screen, doubled."""
+        """The screen at twice its size, (448, 480, 3) uint8."""
         return self.emulator.get_screen().repeat(2, 0).repeat(2, 1)
 
 
 class SuperMarioBrosBatch(MarioBatch):
-    """`MarioBatch` with one lane, the emulator; `rom`, `world`, `stage` and other keywords as `NesGame` has them."""
+    """`MarioBatch` with one lane of `NesGame`, whose keywords it takes. Raises ValueError for more lanes."""
 
     game_class = NesGame
 
@@ -219,7 +231,7 @@ class SuperMarioBrosBatch(MarioBatch):
 
 
 class SuperMarioBrosEnv(MarioEnv):
-    """The real game as a Gymnasium environment; keywords as `SuperMarioBrosBatch` has them."""
+    """The original game as a Gymnasium environment, with the keywords of `SuperMarioBrosBatch`."""
 
     metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 15}
     batch_class = SuperMarioBrosBatch

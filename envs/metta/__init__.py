@@ -1,4 +1,4 @@
-"""The arena: arena.py is the rule book, batch.py plays many games at once in torch, real.py is the real MettaGrid."""
+"""MettaGrid: arena.py has one arena in Python, batch.py many in PyTorch, real.py the current mettagrid package."""
 
 from envs.metta.arena import MettaArena
 

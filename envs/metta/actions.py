@@ -1,13 +1,14 @@
-"""What happens in a step of `MettaBatch`: converters work, agents attack, move, and use converters.
+"""The parts of a step of `MettaBatch`: converters work, then agents attack, move and use converters.
 
-Shapes: G games, A agents of a game, N = G * A agents. With fixed shapes each function works on all games, and a mask
-says which of them count; else on those games only that need it.
+Shapes: G games, A agents per game, N = G * A agents. With fixed shapes a function computes all games and applies the
+result where a mask is set; otherwise it computes only the games that need it.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from envs.metta.rules import (
     ARMOR,
@@ -33,30 +34,29 @@ if TYPE_CHECKING:
 
 
 def tick(games: "MettaBatch") -> None:
-    """Converters work or rest for a tick: products come out after the work, the next begin after the rest."""
+    """Advances all converters by a tick. Outputs appear when the work ends, new work starts after the cooldown."""
     converters = slice(FIRST_CONVERTER, games.first_agent)
     cooldown = games.tables.cooldown
     timer = games.by_game(games.timer)[:, converters]
-    runs = timer > 0
-    timer -= runs.long()
-    work_ends = runs & (timer == cooldown[converters])
-    rest_ends = runs & (timer == 0)
-    changes = torch.zeros_like(games.dirty)
-    games.by_game(changes)[:, converters] = work_ends | rest_ends
+    is_running = timer > 0
+    timer -= is_running.long()
+    work_ends = is_running & (timer == cooldown[converters])
+    cooldown_ends = is_running & (timer == 0)
+    has_event = torch.zeros_like(games.dirty)
+    games.by_game(has_event)[:, converters] = work_ends | cooldown_ends
 
-    rows, mask = games.select(changes)
+    rows, mask = games.select(has_event)
     code = games.row_code[rows]
-    has_product = mask & (games.timer[rows] == cooldown[code])
-    product = games.tables.outputs[code] * has_product[:, None]
-    inventory = games.inventory[rows] + product
+    timer = games.timer[rows]
+    has_output = mask & (timer == cooldown[code])
+    output = games.tables.outputs[code] * has_output[:, None]
+    inventory = games.inventory[rows] + output
     start_converting(games, rows, inventory, mask)
     games.mark_dirty(rows, mask)
 
 
-def start_converting(
-    games: "MettaBatch", rows: slice | torch.Tensor, inventory: torch.Tensor, mask: torch.Tensor
-) -> None:
-    """Let those rows (B,) that count begin to work if they can; they hold `inventory` (B, items) from now on."""
+def start_converting(games: "MettaBatch", rows: slice | Tensor, inventory: Tensor, mask: Tensor) -> None:
+    """Stores `inventory` (B, items) in `rows` (B,) and starts the converters of `mask` (B,) that can work."""
     tables = games.tables
     code = games.row_code[rows]
     inputs = tables.inputs[code]
@@ -64,199 +64,221 @@ def start_converting(
     stock = (inventory * is_output).sum(1)
     has_space = stock < tables.max_output[code]
     has_inputs = (inventory >= inputs).all(1)
-    is_idle = games.timer[rows] == 0
-    starts = mask & has_space & has_inputs & is_idle
-    games.inventory[rows] = inventory - inputs * starts[:, None]
-    games.timer[rows] = torch.where(starts, tables.cooldown[code] + 1, games.timer[rows])
+    timer = games.timer[rows]
+    is_idle = timer == 0
+    is_start = mask & has_space & has_inputs & is_idle
+    used_inputs = inputs * is_start[:, None]
+    games.inventory[rows] = inventory - used_inputs
+    duration = tables.cooldown[code] + 1
+    games.timer[rows] = torch.where(is_start, duration, timer)
 
 
 # ------------------------------------------------------------------------------------------------------------- attacks
 
 
 class Attack(NamedTuple):
-    """What came of the turn of one agent of each game, (B,); `loot` is (B, items)."""
+    """Result of one agent's turn in each game, (B,); `loot` is (B, items)."""
 
-    agent: torch.Tensor
-    victim: torch.Tensor  # the agent itself, where nobody was hit
-    frozen: torch.Tensor
-    shot: torch.Tensor
-    hit: torch.Tensor
-    blocked: torch.Tensor  # by armor
-    robbed: torch.Tensor
-    loot: torch.Tensor
+    agent: Tensor
+    victim: Tensor  # the agent itself if it hit nobody
+    is_frozen: Tensor
+    has_shot: Tensor
+    has_hit: Tensor
+    is_blocked: Tensor  # by armor
+    is_robbed: Tensor
+    loot: Tensor
 
 
-def attack(games: "MettaBatch", action: torch.Tensor, priority: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All attacks, one agent of a game after another, in the games where anybody has a laser to fire.
+def attack(games: "MettaBatch", action: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
+    """Attacks, one agent of a game after another, in games where an agent can shoot.
 
-    From actions and priorities (N,); returns (N,) whose turn is over with this, and who hit.
+    `action` and `priority` are (N,). Returns masks (N,) of the agents whose turn is over and of those that hit.
     """
-    attacks = action <= NEAREST
-    has_laser = games.inventory[games.agent_row, LASER] > 0
-    is_awake = games.timer[games.agent_row] == 0
-    can_shoot = attacks & (action > 0) & has_laser & is_awake
+    is_attack = action <= NEAREST
+    row = games.agent_row
+    has_laser = games.inventory[row, LASER] > 0
+    is_awake = games.timer[row] == 0
+    can_shoot = is_attack & (action > 0) & has_laser & is_awake
     has_shooter = games.by_game(can_shoot).any(1)
     lanes, mask = games.select(has_shooter)
-    has_turn = torch.zeros_like(attacks)
-    lane_attacks = games.by_game(attacks)[lanes]
-    games.by_game(has_turn)[lanes] = lane_attacks & mask[:, None]
+    has_turn = torch.zeros_like(is_attack)
+    lane_attacks = games.by_game(is_attack)[lanes]
+    lane_turns = lane_attacks & mask[:, None]
+    games.by_game(has_turn)[lanes] = lane_turns
 
-    success = torch.zeros_like(attacks)
-    attacks_in_order = []
+    success = torch.zeros_like(is_attack)
+    results = []
     for agent in _attack_order(games, lanes, has_turn, priority):
-        attacks_in_order.append(_attack_of(games, agent, action[agent], has_turn[agent]))
-    if attacks_in_order:
-        _count_attacks(games, attacks_in_order, success)
-    # An attack without a laser in a game where nobody fires fails; a frozen agent waits as any other.
-    is_awake = games.timer[games.agent_row] == 0
-    return has_turn | (attacks & is_awake), success
+        agent_action = action[agent]
+        agent_has_turn = has_turn[agent]
+        result = _attack_turn(games, agent, agent_action, agent_has_turn)
+        results.append(result)
+    if results:
+        _count_attacks(games, results, success)
+    # In games without a shooter an attack fails and uses up the turn, except that a frozen agent thaws as usual.
+    is_awake = games.timer[row] == 0
+    is_over = has_turn | (is_attack & is_awake)
+    return is_over, success
 
 
-def _attack_order(
-    games: "MettaBatch", lanes: slice | torch.Tensor, has_turn: torch.Tensor, priority: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """One agent of each game (B,) at a time. Those without a turn come last; a CPU stops when only they are left."""
+def _attack_order(games: "MettaBatch", lanes: slice | Tensor, has_turn: Tensor, priority: Tensor) -> tuple[Tensor, ...]:
+    """The agents of each turn, one of each game (B,). Agents without a turn come last; on CPU they are left out."""
     num_turns = games.rules.num_agents
     if not games.fixed_shapes:
         turns = games.by_game(has_turn).sum(1)
         num_turns = int(turns.max())
-    sort_key = priority + (~has_turn).long() * 2**32
-    order = games.by_game(sort_key)[lanes].argsort(1)
+    is_last = ~has_turn
+    sort_key = priority + is_last.long() * 2**32
+    sort_key = games.by_game(sort_key)[lanes]
+    order = sort_key.argsort(1)
     first_agent = games.lanes[lanes, None] * games.rules.num_agents
     agents = order[:, :num_turns] + first_agent
     return agents.unbind(1)
 
 
-def _attack_of(games: "MettaBatch", agent: torch.Tensor, action: torch.Tensor, has_turn: torch.Tensor) -> Attack:
-    """The attack of one agent of each game (B,), where it has a turn.
+def _attack_turn(games: "MettaBatch", agent: Tensor, action: Tensor, has_turn: Tensor) -> Attack:
+    """The attack of one agent of each game (B,), if it has a turn.
 
-    A laser is spent whether it hits or not. Armor stops it; without, the target freezes and loses all it has.
+    A shot uses up a laser. A target with armor loses the armor; another target freezes and loses all its items.
     """
     row = games.agent_row[agent]
     inventory = games.inventory[row]
     timer = games.timer[row]
-    frozen = has_turn & (timer > 0)
-    shot = has_turn & ~frozen & (action > 0) & (inventory[:, LASER] > 0)
-    inventory = inventory - shot[:, None] * games.tables.one_laser
+    is_frozen = has_turn & (timer > 0)
+    is_attack = has_turn & ~is_frozen & (action > 0)
+    has_shot = is_attack & (inventory[:, LASER] > 0)
+    used_laser = has_shot[:, None] * games.tables.one_laser
+    inventory = inventory - used_laser
 
     code = _target_code(games, agent, action)
-    hit = shot & (code >= games.first_agent)
+    has_hit = has_shot & (code >= games.first_agent)
     row_base = games.row_base[agent]
-    target = row_base + torch.where(hit, code, EMPTY)  # the row of EMPTY is nobody's
+    target = row_base + torch.where(has_hit, code, EMPTY)  # the row of EMPTY belongs to no thing
     target_inventory = games.inventory[target]
     target_timer = games.timer[target]
-    blocked = hit & (target_inventory[:, ARMOR] > 0)
-    freezes = hit & ~blocked
-    robbed = freezes & (target_timer == 0)
+    is_blocked = has_hit & (target_inventory[:, ARMOR] > 0)
+    is_effective = has_hit & ~is_blocked
+    is_robbed = is_effective & (target_timer == 0)
     capacity = games.tables.carry - inventory
-    loot = torch.minimum(target_inventory, capacity) * robbed[:, None]
+    loot = torch.minimum(target_inventory, capacity)
+    loot = loot * is_robbed[:, None]
 
     inventory = inventory + loot
-    target_inventory = target_inventory - loot - blocked[:, None] * games.tables.one_armor
-    timer = timer - frozen.long()
-    target_timer = torch.where(freezes, games.rules.freeze, target_timer)
+    used_armor = is_blocked[:, None] * games.tables.one_armor
+    target_inventory = target_inventory - loot - used_armor
+    timer = timer - is_frozen.long()
+    target_timer = torch.where(is_effective, games.rules.freeze, target_timer)
     rows = torch.stack([row, target])
-    games.inventory[rows] = torch.stack([inventory, target_inventory])
-    games.timer[rows] = torch.stack([timer, target_timer])
-    games.mark_dirty(row, shot | frozen)
-    games.mark_dirty(target, hit)
-    hit_agent = games.agent_base[agent] + code - games.first_agent
-    victim = torch.where(hit, hit_agent, agent)
-    return Attack(agent, victim, frozen, shot, hit, blocked, robbed, loot)
+    inventories = torch.stack([inventory, target_inventory])
+    timers = torch.stack([timer, target_timer])
+    games.inventory[rows] = inventories
+    games.timer[rows] = timers
+    games.mark_dirty(row, has_shot | is_frozen)
+    games.mark_dirty(target, has_hit)
+    target_agent = games.agent_base[agent] + code - games.first_agent
+    victim = torch.where(has_hit, target_agent, agent)
+    return Attack(agent, victim, is_frozen, has_shot, has_hit, is_blocked, is_robbed, loot)
 
 
-def _target_code(games: "MettaBatch", agent: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """Codes (B,) in the cells that these attacks aim at."""
+def _target_code(games: "MettaBatch", agent: Tensor, action: Tensor) -> Tensor:
+    """Codes (B,) of the cells that the attacks of `agent` (B,) aim at."""
     tables = games.tables
     cell = games.cell[agent, None]
     heading = games.heading[agent]
     cells = cell + tables.reach[heading]
-    codes = games.grid.view(-1)[cells].long()  # (B, 9)
+    codes = games.grid.view(-1)[cells]
+    codes = codes.long()  # (B, 9)
     is_agent = codes >= games.first_agent
-    nearest_rank = torch.where(is_agent, tables.nearest_rank, 8).amin(1)
+    rank = torch.where(is_agent, tables.nearest_rank, 8)
+    nearest_rank = rank.amin(1)
     nearest = tables.nearest_first[nearest_rank]
-    aim = torch.where(action == NEAREST, nearest, (action - 1).clamp(0, 8))
+    chosen = (action - 1).clamp(0, 8)
+    aim = torch.where(action == NEAREST, nearest, chosen)
     target_code = codes.gather(1, aim[:, None])
     return target_code.squeeze(1)
 
 
-def _count_attacks(games: "MettaBatch", attacks: list[Attack], success: torch.Tensor) -> None:
-    agent, victim, frozen, shot, hit, blocked, robbed, loot = map(torch.cat, zip(*attacks))
-    success[agent] = hit
-    attacker_counts = torch.stack([frozen, shot, robbed, blocked], 1)
-    victim_counts = torch.stack([blocked, robbed], 1)
+def _count_attacks(games: "MettaBatch", attacks: list[Attack], success: Tensor) -> None:
+    """Adds the attacks to the statistics and to `success` (N,)."""
+    columns = map(torch.cat, zip(*attacks))
+    agent, victim, is_frozen, has_shot, has_hit, is_blocked, is_robbed, loot = columns
+    success[agent] = has_hit
+    attacker_counts = torch.stack([is_frozen, has_shot, is_robbed, is_blocked], 1)
+    victim_counts = torch.stack([is_blocked, is_robbed], 1)
     attacker_counts = torch.cat([attacker_counts, loot], 1)
     victim_counts = torch.cat([victim_counts, loot], 1)
-    of_attackers = (agent, games.tables.attacker_stats, attacker_counts)
-    of_victims = (victim, games.tables.victim_stats, victim_counts)
-    games.count(of_attackers, of_victims)
+    attacker_stats = (agent, games.tables.attacker_stats, attacker_counts)
+    victim_stats = (victim, games.tables.victim_stats, victim_counts)
+    games.count(attacker_stats, victim_stats)
 
 
 # ------------------------------------------------------------------------------------------- the agent itself, its cell
 
 
-def thaw(games: "MettaBatch", waiting: torch.Tensor) -> torch.Tensor:
-    """A frozen agent loses its turn; returns who of those waiting for one (N,) may act."""
-    frozen = waiting & (games.timer[games.agent_row] > 0)
-    games.timer[games.agent_row] -= frozen.long()
-    games.mark_dirty(games.agent_row, frozen)
-    games.stat("frozen_ticks").add_(frozen)
-    return waiting & ~frozen
+def thaw(games: "MettaBatch", has_turn: Tensor) -> Tensor:
+    """Frozen agents lose their turn. Returns a mask of the agents of `has_turn` (N,) that can act."""
+    row = games.agent_row
+    is_frozen = has_turn & (games.timer[row] > 0)
+    games.timer[row] -= is_frozen.long()
+    games.mark_dirty(row, is_frozen)
+    games.stat("frozen_ticks").add_(is_frozen)
+    return has_turn & ~is_frozen
 
 
-def paint_and_rotate(games: "MettaBatch", action: torch.Tensor, acts: torch.Tensor) -> torch.Tensor:
-    """Actions (N,) that concern nobody else, of those who may act; returns who succeeded."""
-    paints = acts & (action >= PAINT) & (action < GET)
+def paint_and_rotate(games: "MettaBatch", action: Tensor, can_act: Tensor) -> Tensor:
+    """Actions (N,) that affect only the agent itself. Returns the mask of agents that succeeded."""
+    is_paint = can_act & (action >= PAINT) & (action < GET)
     argument = (action - PAINT).clamp(0, 3)
-    painted = games.tables.painted[argument * 256 + games.color]
-    color = torch.where(paints, painted, games.color)
+    new_color = games.tables.painted[argument * 256 + games.color]
+    color = torch.where(is_paint, new_color, games.color)
     games.color.copy_(color)
-    rotates = acts & (action >= ROTATE) & (action < SWAP)
-    heading = torch.where(rotates, action - ROTATE, games.heading)
+    is_rotation = can_act & (action >= ROTATE) & (action < SWAP)
+    heading = torch.where(is_rotation, action - ROTATE, games.heading)
     games.heading.copy_(heading)
-    rests = acts & (action == NOOP)
-    return paints | rotates | rests
+    is_noop = can_act & (action == NOOP)
+    return is_paint | is_rotation | is_noop
 
 
-def move_and_use(games: "MettaBatch", action: torch.Tensor, acts: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
-    """Actions (N,) that concern a neighbouring cell, in the order of priority where they meet.
+def move_and_use(games: "MettaBatch", action: Tensor, can_act: Tensor, priority: Tensor) -> Tensor:
+    """Actions (N,) that affect a neighbouring cell, by priority where agents compete for a cell.
 
-    Returns who succeeded.
+    Returns the mask of agents that succeeded.
     """
-    moves = acts & ((action == FORWARD) | (action == BACK) | (action == SWAP))
-    uses = acts & ((action == GET) | (action == PUT))
+    is_step = (action == FORWARD) | (action == BACK)
+    is_move = can_act & (is_step | (action == SWAP))
+    is_use = can_act & ((action == GET) | (action == PUT))
     direction = torch.where(action == BACK, -1, 1)
     step = games.tables.ahead[games.heading] * direction
     target_cell = games.cell + step
     if games.rules.rewards == "work":
         games.work_reward.zero_()
-    success = torch.zeros_like(acts)
+    success = torch.zeros_like(can_act)
     move_results = []
     use_results = []
-    for turn in _rounds(games, moves | uses, priority, target_cell):
-        agent, mask = _select_agents(games, moves, turn)
+    for turn in _turns(games, is_move | is_use, priority, target_cell):
+        agent, mask = _select_agents(games, is_move, turn)
         can_move = _move(games, agent, mask, action[agent], target_cell[agent])
         move_results.append((agent, can_move))
-        agent, mask = _select_agents(games, uses, turn)
-        put, got = _use(games, agent, mask, action[agent], target_cell[agent])
-        use_results.append((agent, put, got))
+        agent, mask = _select_agents(games, is_use, turn)
+        num_put, num_got = _use(games, agent, mask, action[agent], target_cell[agent])
+        use_results.append((agent, num_put, num_got))
     if move_results:
         agent, can_move = map(torch.cat, zip(*move_results))
         success[agent] = can_move
-        agent, put, got = map(torch.cat, zip(*use_results))
-        success[agent] |= (put + got > 0).any(1)
-        of_users = (agent, games.tables.use_stats, torch.cat([got, put, put], 1))
-        games.count(of_users)
+        agent, num_put, num_got = map(torch.cat, zip(*use_results))
+        has_use = num_put + num_got > 0
+        success[agent] |= has_use.any(1)
+        use_counts = torch.cat([num_got, num_put, num_put], 1)
+        use_stats = (agent, games.tables.use_stats, use_counts)
+        games.count(use_stats)
     return success
 
 
-def _rounds(
-    games: "MettaBatch", mask: torch.Tensor, priority: torch.Tensor, target_cell: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    """Who of `mask` (N,) acts when, in parts that follow each other.
+def _turns(games: "MettaBatch", mask: Tensor, priority: Tensor, target_cell: Tensor) -> Iterator[Tensor]:
+    """Splits the agents of `mask` (N,) into turns, which are executed one after another.
 
-    With fixed shapes the k-th agents of all games (G,). Else a mask (N,) of all those for whom nobody with an earlier
-    turn, still to act, stands on or reaches for the same cell: what they do cannot depend on each other.
+    With fixed shapes a turn is one agent of each game (G,). Otherwise it is a mask (N,) of all agents whose cell and
+    target cell differ from those of every agent of higher priority that has not had its turn.
     """
     priority = games.by_game(priority)
     if games.fixed_shapes:
@@ -267,33 +289,33 @@ def _rounds(
     pending = games.by_game(mask)
     cells = torch.stack([games.cell, target_cell], 1).int()
     cells = cells.view(games.num_games, -1, 2)
-    meets = torch.zeros_like(pending[:, :, None] & pending[:, None])  # (G, agent, other agent)
-    for end in range(2):
-        for other_end in range(2):
-            meets |= cells[:, :, None, end] == cells[:, None, :, other_end]
+    first_cells = cells[:, :, None]
+    second_cells = cells[:, None]
+    is_conflict = torch.zeros_like(pending[:, :, None] & pending[:, None])  # (G, agent, other agent)
+    for first in range(2):
+        for second in range(2):
+            is_conflict |= first_cells[..., first] == second_cells[..., second]
     is_later = priority[:, :, None] > priority[:, None]
-    waits_for = meets & is_later
+    has_to_wait = is_conflict & is_later
     while pending.any():
-        waits = (waits_for & pending[:, None]).any(2)
-        turn = pending & ~waits
+        is_waiting = has_to_wait & pending[:, None]
+        turn = pending & ~is_waiting.any(2)
         yield turn.view(-1)
         pending = pending & ~turn
 
 
-def _select_agents(games: "MettaBatch", mask: torch.Tensor, turn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Agents of this turn (B,) to work on, and which of them count."""
+def _select_agents(games: "MettaBatch", mask: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+    """Agents (B,) to update in this turn and their mask."""
     if games.fixed_shapes:
         return turn, mask[turn]
     agent = (mask & turn).nonzero().squeeze(1)
     return agent, mask[agent]
 
 
-def _move(
-    games: "MettaBatch", agent: torch.Tensor, mask: torch.Tensor, action: torch.Tensor, target_cell: torch.Tensor
-) -> torch.Tensor:
-    """To an empty cell, or swap with a block or a frozen agent; no two of these agents (B,) touch the same cell.
+def _move(games: "MettaBatch", agent: Tensor, mask: Tensor, action: Tensor, target_cell: Tensor) -> Tensor:
+    """Moves agents (B,) to an empty cell, or swaps them with a block or a frozen agent.
 
-    Returns who moved.
+    The cells of these agents and their targets are distinct. Returns the mask of agents that moved.
     """
     grid = games.grid.view(-1)
     cell = games.cell[agent]
@@ -303,52 +325,61 @@ def _move(
     target_row = games.row_base[agent] + target_code
     is_frozen = games.timer[target_row] > 0
     is_swappable = (target_code == BLOCK) | (is_agent & is_frozen)
-    can_move = mask & torch.where(action == SWAP, is_swappable, target_code == EMPTY)
+    is_empty = target_code == EMPTY
+    can_move = mask & torch.where(action == SWAP, is_swappable, is_empty)
     cells = torch.stack([cell, target_cell])
     codes = torch.stack([code, target_code])
     swapped_codes = torch.stack([target_code, code])
-    grid[cells] = torch.where(can_move, swapped_codes, codes).byte()
+    new_codes = torch.where(can_move, swapped_codes, codes)
+    grid[cells] = new_codes.byte()
 
-    # Where no other agent is moved, the other is the agent itself: both write the same cell.
-    swaps_agent = can_move & is_agent
+    # Without a swap of agents `other` is the agent itself, and both writes are equal.
+    is_agent_swap = can_move & is_agent
     other = games.agent_base[agent] + target_code - games.first_agent
-    other = torch.where(swaps_agent, other, agent)
+    other = torch.where(is_agent_swap, other, agent)
     new_cell = torch.where(can_move, target_cell, cell)
-    other_cell = torch.where(swaps_agent, cell, new_cell)
+    other_cell = torch.where(is_agent_swap, cell, new_cell)
+    agents = torch.stack([agent, other])
     new_cells = torch.stack([new_cell, other_cell])
-    games.cell[torch.stack([agent, other])] = new_cells
+    games.cell[agents] = new_cells
     return can_move
 
 
 def _use(
-    games: "MettaBatch", agent: torch.Tensor, mask: torch.Tensor, action: torch.Tensor, target_cell: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put one recipe's inputs into the converter ahead or get its outputs; no two of these agents (B,) use the same.
+    games: "MettaBatch", agent: Tensor, mask: Tensor, action: Tensor, target_cell: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Puts one recipe's inputs into the converter ahead or gets its outputs. These agents (B,) use distinct converters.
 
-    Returns what each of them put and got (B, items).
+    Returns the items put and the items got, (B, items) each.
     """
     tables = games.tables
-    code = games.grid.view(-1)[target_cell].long()
+    code = games.grid.view(-1)[target_cell]
+    code = code.long()
     row = games.agent_row[agent]
     converter_row = games.row_base[agent] + code
     rows = torch.cat([row, converter_row])
     inventory, stock = games.inventory[rows].chunk(2)
-    puts = mask & (action == PUT)
-    put = torch.minimum(tables.inputs[code], inventory)
-    put = torch.minimum(put, 255 - stock) * puts[:, None]
-    gets = mask & (action != PUT)
+    inputs = tables.inputs[code]
+    is_put = mask & (action == PUT)
+    num_put = torch.minimum(inputs, inventory)
+    num_put = torch.minimum(num_put, 255 - stock)
+    num_put = num_put * is_put[:, None]
+    is_get = mask & (action != PUT)
     is_output = tables.outputs[code] > 0
     capacity = tables.carry - inventory
-    got = torch.minimum(stock, capacity) * (gets[:, None] & is_output)
+    num_got = torch.minimum(stock, capacity)
+    num_got = num_got * (is_get[:, None] & is_output)
 
     if games.rules.rewards == "work":
-        waiting = (stock * (tables.inputs[code] > 0)).sum(1)
-        put_reward = torch.div(tables.put_reward[code], 1 + waiting, rounding_mode="floor")
-        games.work_reward[agent] = put.sum(1) * put_reward + got.sum(1) * tables.get_reward[code]
-    inventory = inventory - put + got
-    stock = stock + put - got
+        input_stock = (stock * (inputs > 0)).sum(1)
+        put_reward = tables.put_reward[code]
+        put_reward = torch.div(put_reward, 1 + input_stock, rounding_mode="floor")
+        get_reward = tables.get_reward[code]
+        games.work_reward[agent] = num_put.sum(1) * put_reward + num_got.sum(1) * get_reward
+    inventory = inventory - num_put + num_got
+    stock = stock + num_put - num_got
     mask = mask.repeat(2)
     inventories = torch.cat([inventory, stock])
     start_converting(games, rows, inventories, mask)
     games.mark_dirty(rows, mask)
-    return put, got
+    return num_put, num_got

@@ -1,10 +1,11 @@
-"""One MettaGrid arena in plain Python, by the rules of envs/metta/rules.py. envs/metta/batch.py plays many at once.
+"""Reference implementation of a MettaGrid arena, in plain Python. envs/metta/batch.py is the batched version.
 
-Both play the same game: same actions and same (seed, lane) give the same tokens. Every draw is a hash of (seed, lane,
-episode, what for).
+Both play the same game: equal actions and equal (seed, lane) lead to equal observations. Every random draw is a hash of
+(seed, lane, episode, purpose).
 
-An observation is 200 tokens of three bytes, [row << 4 | column in the 11x11 window, feature, value], nearest first:
-four about the agent's episode, then those of every thing in sight; 255 fills the rest. Rewards are in hundredths there.
+An observation is (200, 3) uint8. A token is [row << 4 | column in the 11x11 window, feature, value]. The first four are
+about the episode (progress, last action, its argument, last reward in hundredths); those of all things in sight follow,
+nearest first, and 255 fills the rest.
 """
 
 from collections.abc import Mapping
@@ -61,24 +62,25 @@ from envs.streams import integer_hash, lane_key
 
 @dataclass(eq=False)
 class Thing:
-    """Whatever stands in a cell."""
+    """An agent or object in a cell."""
 
     name: str
     row: int
     column: int
     inventory: list[int] = field(default_factory=lambda: [0] * len(ITEMS))
     timer: int = 0
-    """a converter's ticks until it is idle, an agent's turns until it thaws"""
+    """ticks until a converter is idle, or turns until an agent thaws"""
     heading: int = 0
     color: int = 0
 
 
 class MettaArena:
-    """The rule book: one arena, written to be read. It follows PettingZoo's parallel API.
+    """One arena as a PettingZoo parallel environment, written for readability rather than speed.
 
-    `rules` are the fields of `Rules`; `lane` picks the random stream, as lane i of `MettaBatch` has it. Observations
-    are (200, 3) uint8, rewards float, actions 0 to 24 in the order of `ACTIONS`. When an episode is truncated, `agents`
-    is empty until the next reset and each agent's info holds its statistics (`STATS`) under "episode".
+    Observations are (200, 3) uint8, rewards float, actions integers 0 to 24 (`ACTIONS`); others raise ValueError. When
+    an episode is truncated, `agents` is empty until the next reset, and each agent's info has its statistics (`STATS`)
+    under "episode". `lane` selects the random stream: that of lane i in `MettaBatch`. Other keywords are the fields of
+    `Rules`.
     """
 
     metadata = {"render_modes": ["rgb_array", "ansi"], "name": "MettaArena-v0", "render_fps": 12}
@@ -90,9 +92,12 @@ class MettaArena:
         self.key = None
         self.possible_agents = [f"agent_{i}" for i in range(self.rules.num_agents)]
         self.agents: list[str] = []
-        # Made once, so that whoever seeds a space samples from the one that was seeded.
-        self.observation_spaces = {name: gym.spaces.Box(0, 255, (TOKENS, 3), np.uint8) for name in self.possible_agents}
-        self.action_spaces = {name: gym.spaces.Discrete(len(ACTIONS)) for name in self.possible_agents}
+        # Made once, because PettingZoo requires the same space object at every call.
+        self.observation_spaces = {}
+        self.action_spaces = {}
+        for name in self.possible_agents:
+            self.observation_spaces[name] = gym.spaces.Box(0, 255, (TOKENS, 3), np.uint8)
+            self.action_spaces[name] = gym.spaces.Discrete(len(ACTIONS))
 
     @property
     def unwrapped(self) -> "MettaArena":
@@ -138,7 +143,7 @@ class MettaArena:
         return integer_hash(self.episode_key + number)
 
     def _build_map(self) -> None:
-        """Walls, terrain, then agents and objects on the cells of each instance in a random order."""
+        """Fills the map with walls, then places agents and objects of each instance on its free cells at random."""
         rows, columns = self.rules.shape
         self.grid: list[list[Thing | None]] = [
             [Thing("wall", row, column) for column in range(columns)] for row in range(rows)
@@ -154,20 +159,26 @@ class MettaArena:
                     self._place(name, corner_row + row, corner_column + column)
 
     def _free_cells(self, instance: int) -> list[tuple[int, int]]:
-        """Cells of an instance without terrain on them, in a random order."""
+        """Cells (row, column) of an instance without terrain, in random order."""
         size = self.rules.size
         walls = self._terrain(instance) if self.rules.terrain else set()
         first_draw = DRAW_CELL + instance * size**2
-        cells = [(row, column) for row in range(size) for column in range(size) if (row, column) not in walls]
-        return sorted(cells, key=lambda cell: self._draw(first_draw + cell[0] * size + cell[1]))
+        priority = {}
+        for row in range(size):
+            for column in range(size):
+                if (row, column) not in walls:
+                    priority[row, column] = self._draw(first_draw + row * size + column)
+        return sorted(priority, key=priority.get)
 
     def _pieces(self, instance: int) -> list[str | None]:
-        """Names of what stands on the first free cells; None leaves a cell free, where fewer were drawn."""
+        """Names of the things on the first free cells. None keeps a cell empty, if a number below `high` was drawn."""
         pieces = ["agent"] * self.rules.agents
         for kind, name in enumerate(self.rules.objects):
             low, high = self.rules.span(name)
-            number = low + self._draw(DRAW_COUNT + instance * 32 + kind) % (high - low + 1)
-            pieces += [name] * number + [None] * (high - number)
+            draw = self._draw(DRAW_COUNT + instance * 32 + kind)
+            number = low + draw % (high - low + 1)
+            pieces += [name] * number
+            pieces += [None] * (high - number)
         return pieces
 
     def _place(self, name: str, row: int, column: int) -> None:
@@ -182,9 +193,9 @@ class MettaArena:
                 thing.inventory[ITEMS.index(item)] = recipe.initial
 
     def _terrain(self, instance: int) -> set[tuple[int, int]]:
-        """Pillars on odd rows and columns, each with a wall thrown right or down, the whole perhaps mirrored.
+        """Pillars on odd rows and columns, each with a wall to its right or below, mirrored at random.
 
-        Chains of walls only ever grow right and down and touch the outer wall at most once: no cell gets cut off.
+        Chains of walls extend only right and down and so touch the outer wall at most once: all cells stay connected.
         """
         size = self.rules.size
         room = self._draw(DRAW_ROOM + instance)
@@ -192,7 +203,7 @@ class MettaArena:
         for row in range(1, size - 1, 2):
             for column in range(1, size - 1, 2):
                 draw = self._draw(DRAW_PILLAR + instance * size**2 + row * size + column)
-                if draw % 16 < room % 14:  # the share of pillars that stand is the room's own
+                if draw % 16 < room % 14:  # the density of pillars is random, too
                     right = draw >> 4 & 1
                     walls.add((row, column))
                     walls.add((row + 1 - right, column + right))
@@ -213,13 +224,14 @@ class MettaArena:
         for converter in self.converters:
             self._tick(converter)
         value_before = [self._value(body) for body in self.bodies]
-        self.earned = [0] * len(self.agents)  # by work, in hundredths
+        self.work_reward = [0] * len(self.agents)  # in hundredths
         for i in self._turn_order():
             success = self._take_turn(i)
             self.stats[i]["success" if success else "failed"] += 1
-        self.last_reward = [
-            self._value(body) - before + earned for body, before, earned in zip(self.bodies, value_before, self.earned)
-        ]
+        self.last_reward = []
+        for body, old_value, reward in zip(self.bodies, value_before, self.work_reward):
+            reward += self._value(body) - old_value
+            self.last_reward.append(reward)
 
         observations = self._observations()
         rewards = {name: reward / 100 for name, reward in zip(self.agents, self.last_reward)}
@@ -236,18 +248,24 @@ class MettaArena:
         return observations, rewards, terminations, truncations, infos
 
     def _value(self, body: Thing) -> int:
-        """Hundredths that what an agent holds is worth."""
-        return sum(
-            reward * min(number, limit) for number, (reward, limit) in zip(body.inventory, self.rules.item_rewards)
-        )
+        """Reward of an agent's inventory, in hundredths."""
+        value = 0
+        for number, (reward, limit) in zip(body.inventory, self.rules.item_rewards):
+            value += reward * min(number, limit)
+        return value
 
     def _turn_order(self) -> list[int]:
-        """Those who attack first, else at random."""
+        """Agents in random order, attackers first."""
         key = self._draw(DRAW_ORDER + self.clock)
-        return sorted(range(len(self.agents)), key=lambda i: (self.last_action[i] > NEAREST, integer_hash(key + i)))
+
+        def priority(i: int) -> tuple[bool, int]:
+            is_attack = self.last_action[i] <= NEAREST
+            return not is_attack, integer_hash(key + i)
+
+        return sorted(range(len(self.agents)), key=priority)
 
     def _take_turn(self, i: int) -> bool:
-        """A frozen agent loses its turn. False if an action came to nothing."""
+        """Executes the action of agent i. Returns whether it succeeded; a frozen agent loses its turn."""
         body = self.bodies[i]
         action = self.last_action[i]
         if body.timer:
@@ -269,10 +287,12 @@ class MettaArena:
         return True
 
     def _cell(self, body: Thing, ahead: int, right: int = 0) -> tuple[int, int]:
-        """Row and column of the cell so many steps away."""
+        """Row and column of the cell that is `ahead` steps ahead of an agent and `right` steps to its right."""
         down, across = MOVES[body.heading]
         right_down, right_across = MOVES[RIGHT_OF[body.heading]]
-        return body.row + ahead * down + right * right_down, body.column + ahead * across + right * right_across
+        row = body.row + ahead * down + right * right_down
+        column = body.column + ahead * across + right * right_across
+        return row, column
 
     def _paint(self, body: Thing, argument: int) -> None:
         colors = [body.color + 1, body.color - 1, body.color * 2, body.color // 2]
@@ -289,7 +309,7 @@ class MettaArena:
         return True
 
     def _swap(self, body: Thing) -> bool:
-        """Trade places with a block or a frozen agent."""
+        """Swaps places with a block or a frozen agent."""
         row, column = self._cell(body, 1)
         target = self.grid[row][column]
         if target is None:
@@ -299,12 +319,14 @@ class MettaArena:
             return False
         self.grid[body.row][body.column] = target
         self.grid[row][column] = body
-        target.row, target.column = body.row, body.column
-        body.row, body.column = row, column
+        target.row = body.row
+        target.column = body.column
+        body.row = row
+        body.column = column
         return True
 
     def _give(self, giver: Thing, taker: Thing, item: int, number: int, limit: int) -> int:
-        """`number` of an item change hands, or as many as the taker has room for; returns how many."""
+        """Transfers up to `number` of an item, until the taker has `limit`. Returns the number transferred."""
         number = min(number, limit - taker.inventory[item])
         giver.inventory[item] -= number
         taker.inventory[item] += number
@@ -313,7 +335,7 @@ class MettaArena:
     # ----------------------------------------------------------------------------------------------------- converters
 
     def _use(self, i: int, action: int) -> bool:
-        """Get the outputs of the converter ahead, or put one recipe's inputs into it."""
+        """Gets the outputs of the converter ahead, or puts one recipe's inputs into it."""
         body = self.bodies[i]
         stats = self.stats[i]
         row, column = self._cell(body, 1)
@@ -322,14 +344,14 @@ class MettaArena:
             return False
         recipe = self.rules.book[converter.name]
         put_reward, get_reward = self.rules.work_reward(converter.name)
-        waiting = sum(converter.inventory[ITEMS.index(item)] for item in recipe.inputs)
+        input_stock = sum(converter.inventory[ITEMS.index(item)] for item in recipe.inputs)
         total = 0
         if action == GET:
             for item in recipe.outputs:
                 k = ITEMS.index(item)
                 number = self._give(converter, body, k, converter.inventory[k], CARRY[k])
                 stats[f"{item}.get"] += number
-                self.earned[i] += number * get_reward
+                self.work_reward[i] += number * get_reward
                 total += number
         else:
             for item, needed in recipe.inputs.items():
@@ -337,13 +359,13 @@ class MettaArena:
                 number = self._give(body, converter, k, min(needed, body.inventory[k]), 255)
                 stats[f"{item}.put"] += number
                 stats[f"{item}.lost"] += number
-                self.earned[i] += number * (put_reward // (1 + waiting))
+                self.work_reward[i] += number * (put_reward // (1 + input_stock))
                 total += number
         self._start_converting(converter)
         return total > 0
 
     def _tick(self, converter: Thing) -> None:
-        """A tick of work or rest: products come out after the work, the next begin after the rest."""
+        """Advances a converter by a tick. Outputs appear when the work ends, new work starts after the cooldown."""
         if converter.timer:
             recipe = self.rules.book[converter.name]
             converter.timer -= 1
@@ -354,10 +376,11 @@ class MettaArena:
                 self._start_converting(converter)
 
     def _start_converting(self, converter: Thing) -> None:
+        """Starts work if the converter is idle, has its inputs and has space for outputs."""
         recipe = self.rules.book[converter.name]
         stock = sum(converter.inventory[ITEMS.index(item)] for item in recipe.outputs)
-        enough = all(converter.inventory[ITEMS.index(item)] >= number for item, number in recipe.inputs.items())
-        if enough and stock < recipe.max_output and converter.timer == 0:
+        has_inputs = all(converter.inventory[ITEMS.index(item)] >= number for item, number in recipe.inputs.items())
+        if has_inputs and stock < recipe.max_output and converter.timer == 0:
             for item, number in recipe.inputs.items():
                 converter.inventory[ITEMS.index(item)] -= number
             converter.timer = recipe.cooldown + 1
@@ -365,7 +388,7 @@ class MettaArena:
     # -------------------------------------------------------------------------------------------------------- attacks
 
     def _attack(self, i: int, action: int) -> bool:
-        """A laser is spent whether it hits or not. Armor stops it; without, the target freezes and loses all it has."""
+        """A shot uses up a laser. A target with armor loses the armor, another one freezes and loses all its items."""
         body = self.bodies[i]
         stats = self.stats[i]
         if action == 0 or not body.inventory[LASER]:
@@ -392,7 +415,7 @@ class MettaArena:
         return True
 
     def _target(self, body: Thing, cells: tuple[int, ...]) -> Thing | None:
-        """The first agent on these cells of REACH."""
+        """The first agent in these cells, which are indices of REACH."""
         for n in cells:
             row, column = self._cell(body, *REACH[n])
             thing = self.grid[row][column]
@@ -403,16 +426,25 @@ class MettaArena:
     # --------------------------------------------------------------------------------------------------- observations
 
     def tokens_of(self, thing: Thing) -> list[tuple[int, int]]:
-        """What one sees of a thing: (feature, value) in the order of the features."""
+        """Tokens (feature, value) of a thing, ordered by feature."""
         if thing.name == "wall":
             return [(TYPE, TYPE_IDS["wall"])]
         if thing.name == "block":
             return [(TYPE, TYPE_IDS["block"]), (SWAPPABLE, 1)]
         if thing.name == "agent":
-            tokens = [(TYPE, TYPE_IDS["agent"]), (GROUP, 0), (FROZEN, int(thing.timer > 0))]
-            tokens += [(ORIENTATION, thing.heading), (COLOR, thing.color)]
+            tokens = [
+                (TYPE, TYPE_IDS["agent"]),
+                (GROUP, 0),
+                (FROZEN, int(thing.timer > 0)),
+                (ORIENTATION, thing.heading),
+                (COLOR, thing.color),
+            ]
         else:
-            tokens = [(TYPE, self.rules.book[thing.name].type_id), (COLOR, 0), (BUSY, int(thing.timer > 0))]
+            tokens = [
+                (TYPE, self.rules.book[thing.name].type_id),
+                (COLOR, 0),
+                (BUSY, int(thing.timer > 0)),
+            ]
         return tokens + [(FIRST_ITEM + k, number) for k, number in enumerate(thing.inventory) if number]
 
     def _observations(self) -> dict[str, np.ndarray]:
@@ -427,8 +459,8 @@ class MettaArena:
         for row, column in WINDOW:
             thing = self.grid[body.row + row][body.column + column]
             if thing:
-                place = (row + VIEW) << 4 | (column + VIEW)
-                tokens += [(place, feature, value) for feature, value in self.tokens_of(thing)]
+                position = (row + VIEW) << 4 | (column + VIEW)
+                tokens += [(position, feature, value) for feature, value in self.tokens_of(thing)]
         if self.clock:
             self.stats[i]["tokens_written"] += min(len(tokens), TOKENS)
             self.stats[i]["tokens_dropped"] += max(len(tokens) - TOKENS, 0)
@@ -443,4 +475,4 @@ class MettaArena:
             return render_rgb(self)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Part of the PettingZoo API; there is nothing to close."""

@@ -1,12 +1,12 @@
-"""Many MettaGrid arenas at once in torch, on any device, by the rules of envs/metta/rules.py.
+"""Batched MettaGrid arenas in PyTorch, on any device. The rules are those of envs/metta/rules.py.
 
-envs/metta/maps.py draws their maps, envs/metta/actions.py is what happens in a step, envs/metta/tokens.py writes the
-observations.
+envs/metta/maps.py draws the maps, envs/metta/actions.py executes actions, envs/metta/tokens.py writes observations.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from envs.metta.actions import attack, move_and_use, paint_and_rotate, start_converting, thaw, tick
 from envs.metta.maps import MapMaker, SpareMaps
@@ -17,21 +17,26 @@ from envs.streams import integer_hash, lane_key
 
 
 class MettaBatch:
-    """`num_games` games at once, every tensor on `device`; agrees with `MettaArena` token for token.
+    """`num_games` games on `device`, one per lane. Each matches `MettaArena` token for token.
 
-    With N = num_games * `Rules.num_agents` agents, game by game: `reset() -> obs` and
-    `step(action) -> (obs, reward, terminated, truncated, info)`, `action` (N,) int64, `obs` (N, 200, 3) uint8,
-    `reward` (N,) float32, the rest (N,) bool. Nothing terminates; a truncated game starts its next episode in the same
-    step, and `info["final_obs"]` is what each agent saw before that. `info` also holds, as of then, each agent's
-    `hearts` (got from altars), `length`, `return` and `stats` (N, len(STATS)) int32. Both observations and the
-    statistics are buffers that the next step overwrites. On CUDA no step waits for the device and all shapes are fixed:
-    a graph can capture it, and torch.compile makes one of it. There the agents of an arena act one after another; on
-    CPU all that do not meet act at once. `fixed_shapes` decides it: set before the first reset, a CPU plays as CUDA
-    does.
+    The N = num_games * `Rules.num_agents` agents are ordered game by game.
+
+    - `reset() -> obs`: starts a new episode in every lane. `obs` is (N, 200, 3) uint8, see envs/metta/arena.py.
+    - `step(action) -> (obs, reward, terminated, truncated, info)`: `action` is (N,) int64, `reward` (N,) float32,
+      `terminated` (always False) and `truncated` (N,) bool. A truncated game is reset within the same step. `info` has
+      the state before that reset: `final_obs` (N, 200, 3), `hearts` (taken from altars), `length`, `return` (N,) and
+      `stats` (N, len(STATS)) int32.
+    - `state_dict()` and `load_state_dict(saved)`: the complete state of all games.
+    - `finished` (4,) float32: number of finished agent-episodes and the sums of their hearts, length and return, since
+      the caller last zeroed it.
+
+    `obs`, `final_obs` and `stats` are buffers that the next step overwrites. On CUDA a step never synchronizes and all
+    shapes are fixed, so that a CUDA graph can capture it: the agents of a game act one after another. On CPU agents
+    that do not interact act at the same time. `fixed_shapes = True` before the first reset selects the former on CPU.
     """
 
-    features = dict(enumerate(FEATURES))  # names of the numbers in tokens
-    view_shape = (2 * VIEW + 1, 2 * VIEW + 1)  # rows and columns that an agent sees
+    features = dict(enumerate(FEATURES))  # feature names by number
+    view_shape = (2 * VIEW + 1, 2 * VIEW + 1)  # rows and columns of an agent's window
     num_actions = len(ACTIONS)
 
     def __init__(self, num_games: int, device: torch.device | str = "cpu", seed: int = 0, **rules: Any) -> None:
@@ -58,17 +63,18 @@ class MettaBatch:
     # --------------------------------------------------------------------------------------------------------- tables
 
     def _make_indices(self) -> None:
-        """Where lanes, agents and things stand in the flat tensors.
+        """Indices of lanes, agents and things in the flat tensors.
 
-        The code of a thing in a cell of the map is also its row among those of its lane. Agents, rows and cells count
-        through all lanes; a base is the first of a lane.
+        The map code of a thing is also its row within its lane. Agents, rows and cells are numbered over all lanes; a
+        base is the first number of a lane.
         """
         agents = self.rules.num_agents
         self.lanes = torch.arange(self.num_games, device=self.device)
         self.agent_number = torch.arange(agents, device=self.device)  # in its lane
         self.agent_lane = self.lanes.repeat_interleave(agents)
         self.agent_base = self.agent_lane * agents
-        self.agent_code = self.agent_number.repeat(self.num_games) + self.first_agent
+        agent_code = self.agent_number + self.first_agent
+        self.agent_code = agent_code.repeat(self.num_games)
         self.row_base = self.agent_lane * self.num_codes
         self.agent_row = self.row_base + self.agent_code
         code = torch.arange(self.num_codes, device=self.device)
@@ -76,11 +82,10 @@ class MettaBatch:
 
     # ---------------------------------------------------------------------------------------------------------- state
 
-    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
 
     def _make_state(self, seed: int) -> None:
-        """What a step changes."""
         games = self.num_games
         agents = self.num_agents
         self.key = lane_key(seed, self.lanes)
@@ -88,14 +93,14 @@ class MettaBatch:
         self.episode_key = self._zeros(games)
         self.clock = self._zeros(games)
         self.limit = self._zeros(games)
-        self.grid = self._zeros(games, self.cells, dtype=torch.uint8)  # codes
+        self.grid = self._zeros(games, self.cells, dtype=torch.uint8)  # map codes
         self.cell = self._zeros(agents)
         self.heading = self._zeros(agents)
         self.color = self._zeros(agents)
         self.inventory = self._zeros(self.num_rows, len(ITEMS))
         self.timer = self._zeros(self.num_rows)
-        self.value = self._zeros(agents)  # hundredths that what an agent holds is worth
-        self.work_reward = self._zeros(agents)  # hundredths that an agent has earned in this step
+        self.value = self._zeros(agents)  # reward of the inventory, in hundredths
+        self.work_reward = self._zeros(agents)  # reward for work in this step, in hundredths
         self.header = self._zeros(agents, HEADER, dtype=torch.uint8)
         self.stats = self._zeros(agents, len(STATS), dtype=torch.int32)
         self.final_stats = torch.zeros_like(self.stats)
@@ -103,25 +108,33 @@ class MettaBatch:
         self.final_obs = torch.zeros_like(self.obs)
         self.dirty = self._zeros(self.num_rows, dtype=torch.bool)  # rows whose tokens are out of date
         self.spares = SpareMaps(self.maps, games, self.device)  # used with fixed shapes
-        # Agent-episodes finished since the caller last zeroed this, and the sums of their hearts, length and return.
         self.finished = torch.zeros(4, device=self.device)
 
     def _make_first_things(self) -> None:
-        """The things of a lane at the start of an episode, to be copied into a lane that starts."""
+        """State of the things of a lane at the start of an episode. `_start` copies it into lanes."""
         inventory = self.tables.initial.repeat(self.num_games, 1)
-        all_rows = torch.ones_like(self.dirty)
-        start_converting(self, slice(None), inventory, all_rows)
-        self._write_things(slice(None))
+        all_rows = slice(None)
+        mask = torch.ones_like(self.dirty)
+        start_converting(self, all_rows, inventory, mask)
+        self._write_things(all_rows)
         self.first_things = [state[0].clone() for state in self._things()]
 
-    def _things(self) -> list[torch.Tensor]:
-        """What is kept of things, lane by lane."""
-        states = [self.inventory, self.timer, self.tokens.table[:-TOKENS], self.tokens.count]
+    def _things(self) -> list[Tensor]:
+        """Tensors with the state of all things, one row per lane."""
+        token_table = self.tokens.table[:-TOKENS]
+        states = [
+            self.inventory,
+            self.timer,
+            token_table,
+            self.tokens.count,
+        ]
         return [self.by_game(state) for state in states]
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All that the games are, as the tensors themselves, not copies. What follows from these is made when they are
-        loaded: tokens and spare maps too, so that games may go on on another kind of device."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """The complete state of all games. The tensors are not copies.
+
+        Tokens and spare maps are computed from it when it is loaded, so it can be loaded on another kind of device.
+        """
         return {
             "key": self.key,
             "episode": self.episode,
@@ -138,11 +151,12 @@ class MettaBatch:
             "finished": self.finished,
         }
 
-    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
-        """Raises KeyError or RuntimeError if `saved` is of other games."""
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        """Raises KeyError or RuntimeError if `saved` comes from other games."""
         for name, tensor in self.state_dict().items():
             tensor.copy_(saved[name])
-        self.episode_key.copy_(integer_hash(self.key + self.episode))
+        episode_key = integer_hash(self.key + self.episode)
+        self.episode_key.copy_(episode_key)
         self.value.copy_(self._inventory_value())
         self._write_things(slice(None))
         self.tokens.write_agents(self.heading, self.color)
@@ -152,26 +166,26 @@ class MettaBatch:
 
     # --------------------------------------------------------------------------------------------------------- a step
 
-    def reset(self) -> torch.Tensor:
-        """Start a new episode in every lane."""
+    def reset(self) -> Tensor:
+        """Starts a new episode in every lane."""
         if self.fixed_shapes:
             self._make_spares(self.lanes)
         all_lanes = torch.ones_like(self.lanes, dtype=torch.bool)
         self._start(slice(None), all_lanes)
-        if self.fixed_shapes:  # the first episode may end before its turn to be made comes
+        if self.fixed_shapes:  # a first episode may end before its lane gets the next map
             self._make_spares(self.lanes)
         self._observe(slice(None), self.obs)
         return self.obs
 
-    def step(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict]:
         self.clock.add_(1)
         self.dirty.zero_()
         tick(self)
         priority = self._priority()
-        turn_over, success = attack(self, action, priority)
-        acts = thaw(self, ~turn_over)
-        success |= paint_and_rotate(self, action, acts)
-        success |= move_and_use(self, action, acts, priority)
+        is_over, success = attack(self, action, priority)
+        can_act = thaw(self, ~is_over)
+        success |= paint_and_rotate(self, action, can_act)
+        success |= move_and_use(self, action, can_act, priority)
         self.stat("success").add_(success)
         self.stat("failed").add_(~success)
 
@@ -185,46 +199,48 @@ class MettaBatch:
         dropped = (num_tokens - TOKENS).clamp(min=0)
         self.stat("tokens_dropped").add_(dropped)
 
-        ends = self.clock >= self.limit
-        truncated = ends[self.agent_lane]
+        done = self.clock >= self.limit
+        truncated = done[self.agent_lane]
         info = self._final_info(truncated)
-        self._start_next(ends, truncated)
+        self._start_next(done, truncated)
         reward = hundredths / 100
         terminated = torch.zeros_like(truncated)
         return self.obs, reward, terminated, truncated, info
 
-    def _priority(self) -> torch.Tensor:
-        """Agents (N,) of a game act in the order of these numbers, those that attack first."""
+    def _priority(self) -> Tensor:
+        """(N,) random numbers. The agents of a game act in ascending order of them, attackers first."""
         step_key = integer_hash(self.episode_key + DRAW_ORDER + self.clock)
         priority = integer_hash(step_key[:, None] + self.agent_number)
         return priority.view(-1)
 
-    def _reward(self, action: torch.Tensor) -> torch.Tensor:
-        """Hundredths of reward of all agents (N,), and the header of their next observation."""
+    def _reward(self, action: Tensor) -> Tensor:
+        """Rewards (N,) in hundredths. Also writes the headers of the next observations."""
         value = self._inventory_value()
         hundredths = value - self.value
         if self.rules.rewards == "work":
             hundredths = hundredths + self.work_reward
         self.value.copy_(value)
         self.stat("hundredths").add_(hundredths)
-        progress = torch.div(self.clock * 255, self.rules.max_steps, rounding_mode="floor")
+        max_steps = self.rules.max_steps
+        progress = torch.div(self.clock * 255, max_steps, rounding_mode="floor")
         self.header[:, 0] = progress[self.agent_lane]
         self.header[:, 1:3] = self.tables.header[action]
         self.header[:, 3] = hundredths.clamp(0, 255)
         return hundredths
 
-    def _inventory_value(self) -> torch.Tensor:
-        """Hundredths that what each agent holds is worth."""
+    def _inventory_value(self) -> Tensor:
+        """Rewards (N,) of the agents' inventories, in hundredths."""
         inventory = self.inventory[self.agent_row]
-        number = torch.minimum(inventory, self.tables.rewarded)
+        number = torch.minimum(inventory, self.tables.reward_limit)
         value = number * self.tables.reward
         return value.sum(1)
 
-    def stat(self, name: str) -> torch.Tensor:
+    def stat(self, name: str) -> Tensor:
+        """A view of one statistic, (N,)."""
         return self.stats[:, STATS.index(name)]
 
-    def count(self, *parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        """Add to statistics: each part is agents (B,), columns (S,) and numbers (B, S)."""
+    def count(self, *parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Adds to the statistics. A part has agents (B,), columns (S,) and numbers (B, S)."""
         indices = []
         numbers = []
         for agent, columns, number in parts:
@@ -235,30 +251,30 @@ class MettaBatch:
         number = torch.cat(numbers).int()
         self.stats.view(-1).scatter_add_(0, index, number)
 
-    def mark_dirty(self, rows: torch.Tensor, mask: torch.Tensor) -> None:
-        """The tokens of those rows that count are out of date; with fixed shapes all are written anyway."""
+    def mark_dirty(self, rows: Tensor, mask: Tensor) -> None:
+        """Marks the tokens of `rows` as out of date where `mask` is set. With fixed shapes all are always rewritten."""
         if not self.fixed_shapes:
             self.dirty[rows] |= mask
 
-    def select(self, mask: torch.Tensor) -> tuple[slice | torch.Tensor, torch.Tensor]:
-        """Rows (or lanes) to work on and which of them count: on CPU only those that need it, on CUDA all."""
+    def select(self, mask: Tensor) -> tuple[slice | Tensor, Tensor]:
+        """Rows (or lanes) to update and their mask: on CPU only those in `mask`, with fixed shapes all."""
         if self.fixed_shapes:
             return slice(None), mask
         indices = mask.nonzero().squeeze(1)
         return indices, mask[indices]
 
-    def by_game(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view with a row for each game."""
+    def by_game(self, tensor: Tensor) -> Tensor:
+        """A view with one row per game."""
         return tensor.view(self.num_games, -1)
 
-    def _write_things(self, rows: slice | torch.Tensor) -> None:
+    def _write_things(self, rows: slice | Tensor) -> None:
         code = self.row_code[rows]
         inventory = self.inventory[rows]
         timer = self.timer[rows]
         self.tokens.write_things(rows, code, inventory, timer)
 
-    def _observe(self, agents: slice | torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write what `agents` see to `out` (B, 200, 3) uint8; returns (B,) how many tokens there were."""
+    def _observe(self, agents: slice | Tensor, out: Tensor) -> Tensor:
+        """Writes the observations of `agents` to `out` (B, 200, 3) uint8. Returns their numbers of tokens (B,)."""
         cell = self.cell[agents]
         row_base = self.row_base[agents]
         header = self.header[agents]
@@ -266,8 +282,8 @@ class MettaBatch:
 
     # --------------------------------------------------------------------------------------------- ends of episodes
 
-    def _final_info(self, truncated: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What a step says of the episodes before new ones start; finished ones are added up."""
+    def _final_info(self, truncated: Tensor) -> dict[str, Tensor]:
+        """Info of a step, before finished games are reset. Adds finished games to `finished`."""
         self.final_stats.copy_(self.stats)
         hearts = self.stat("heart.get").clone()
         length = self.clock[self.agent_lane]
@@ -278,7 +294,8 @@ class MettaBatch:
             length * truncated,
             episode_return * truncated,
         ]
-        self.finished.add_(torch.stack(finished).sum(1))
+        finished = torch.stack(finished)
+        self.finished.add_(finished.sum(1))
         return {
             "final_obs": self.final_obs,
             "hearts": hearts,
@@ -287,32 +304,34 @@ class MettaBatch:
             "stats": self.final_stats,
         }
 
-    def _start_next(self, ends: torch.Tensor, truncated: torch.Tensor) -> None:
-        """New episodes in the lanes whose last one ended (games,), and what their agents (N,) see."""
+    def _start_next(self, done: Tensor, truncated: Tensor) -> None:
+        """Starts new episodes in lanes that ended (games,) and writes the observations of their agents (N,)."""
         self.obs.copy_(self.final_obs)
         if self.fixed_shapes:
             lanes = self.spares.next_lanes(self.lanes)
             self._make_spares(lanes)
-            self._start(slice(None), ends)
+            self._start(slice(None), done)
             self._observe(slice(None), self.obs)
-        elif ends.any():
-            lanes = ends.nonzero().squeeze(1)
-            self._start(lanes, ends[lanes])
+        elif done.any():
+            lanes = done.nonzero().squeeze(1)
+            self._start(lanes, done[lanes])
             agents = truncated.nonzero().squeeze(1)
             obs = self.obs[agents]
             self._observe(agents, obs)
             self.obs[agents] = obs
 
-    def _make_spares(self, lanes: torch.Tensor) -> None:
-        """Maps that these lanes will start with next."""
-        next_key = integer_hash(self.key[lanes] + self.episode[lanes] + 1)
+    def _make_spares(self, lanes: Tensor) -> None:
+        """Makes the maps of the next episodes of `lanes`."""
+        next_episode = self.episode[lanes] + 1
+        next_key = integer_hash(self.key[lanes] + next_episode)
         self.spares.make(lanes, next_key)
 
-    def _start(self, lanes: slice | torch.Tensor, mask: torch.Tensor) -> None:
-        """Start the next episode in the lanes that count."""
+    def _start(self, lanes: slice | Tensor, mask: Tensor) -> None:
+        """Starts the next episode in the lanes of `mask`."""
         rules = self.rules
         self.episode[lanes] += mask.long()
-        key = integer_hash(self.key[lanes] + self.episode[lanes])
+        episode = self.episode[lanes]
+        key = integer_hash(self.key[lanes] + episode)
         if self.fixed_shapes:
             grid = self.spares.grid
             cell = self.spares.cell
@@ -320,10 +339,11 @@ class MettaBatch:
             grid, cell = self.maps.make(key)
         limit = torch.full_like(key, rules.max_steps)
         if rules.random_first_length:
-            first_limit = 1 + integer_hash(key + DRAW_LENGTH) % rules.max_steps
-            limit = torch.where(self.episode[lanes] == 0, first_limit, limit)
+            draw = integer_hash(key + DRAW_LENGTH)
+            first_limit = 1 + draw % rules.max_steps
+            limit = torch.where(episode == 0, first_limit, limit)
 
-        def write(state: torch.Tensor, value: torch.Tensor | int) -> None:
+        def write(state: Tensor, value: Tensor | int) -> None:
             lane_state = self.by_game(state)
             old_value = lane_state[lanes]
             lane_state[lanes] = torch.where(mask[:, None], value, old_value)
@@ -335,5 +355,9 @@ class MettaBatch:
         write(self.limit, limit[:, None])
         for state, first_things in zip(self._things(), self.first_things):
             write(state, first_things)
-        for state in (self.clock, self.heading, self.color, self.value, self.stats, self.header):
-            write(state, 0)
+        write(self.clock, 0)
+        write(self.heading, 0)
+        write(self.color, 0)
+        write(self.value, 0)
+        write(self.stats, 0)
+        write(self.header, 0)

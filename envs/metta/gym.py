@@ -1,4 +1,4 @@
-"""The arena as a Gymnasium vector environment."""
+"""The MettaGrid arena as a Gymnasium vector environment."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from envs.metta.rules import ACTIONS, TOKENS, Rules
 
 
 class MettaVectorEnv(BatchVectorEnv):
-    """`MettaBatch` with NumPy in and out.
+    """`MettaBatch` with NumPy arrays.
 
-    The lanes are agents, so `num_envs` is a multiple of the agents of an arena. There is no single-agent entry point:
-    for one arena and all of its agents there is `MettaArena`. `reset(seed=s)` starts the arenas' streams of seed s.
+    Every agent is one of the `num_envs` environments. Raises ValueError if `num_envs` is not a multiple of the number
+    of agents of an arena. For a single arena see `MettaArena`. `reset(seed=s)` takes one seed for all arenas.
     """
 
     def __init__(self, num_envs: int = 1, render_mode: str | None = None, **rules: Any) -> None:
@@ -27,21 +27,22 @@ class MettaVectorEnv(BatchVectorEnv):
         self.kwargs = rules
         self.batch = None
         num_actions = len(ACTIONS)
-        tokens = gym.spaces.Box(0, 255, (TOKENS, 3), np.uint8)
-        super().__init__(num_envs, render_mode, tokens, num_actions)
+        shape = (TOKENS, 3)
+        observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+        super().__init__(num_envs, render_mode, observation_space, num_actions)
 
     def start_streams(self, seed: int) -> None:
         self.batch = MettaBatch(self.num_games, seed=seed, **self.kwargs)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
         self.seed_all(seed)
         obs = self.batch.reset().numpy()
         return obs.copy(), {}
 
     def step(self, actions: np.ndarray):
         actions = self.check_actions(actions)
-        actions = torch.as_tensor(actions, dtype=torch.int64)
-        obs, reward, terminated, truncated, info = self.batch.step(actions)
+        action = torch.as_tensor(actions, dtype=torch.int64)
+        obs, reward, terminated, truncated, info = self.batch.step(action)
         done = truncated.numpy()
         infos = {}
         if done.any():

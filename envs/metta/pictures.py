@@ -1,4 +1,4 @@
-"""What a MettaGrid arena looks like to people: in text, and as a picture."""
+"""Rendering of a MettaGrid arena as text or as an RGB image."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import numpy as np
 from envs.drawing import Canvas
 from envs.metta.rules import ITEMS, MOVES, VIEW
 
-EDGE = VIEW - 1  # rows and columns left out on each side: one ring of the outer wall is enough
+EDGE = VIEW - 1  # rows and columns not drawn on each side; one ring of the outer wall remains
 
 BACKGROUND = "#0f1420"
-FLOOR = ("#1d2638", "#1a2233")  # in turn
+FLOOR = ("#1d2638", "#1a2233")  # checkerboard
 WALL_COLOR = "#3a4459"
 BLOCK_COLOR = "#8a7358"
 CONVERTER_COLOR = "#252f45"
@@ -31,28 +31,33 @@ ITEM_COLORS = {
 
 
 def agent_sign(index: int) -> str:
-    """One sign for each agent: 0 to 9, a to z, then + for all others."""
+    """0 to 9, a to z, then + for all other agents."""
     return "0123456789abcdefghijklmnopqrstuvwxyz"[index] if index < 36 else "+"
 
 
 def converter_sign(name: str) -> str:
-    """Initial of its name; H for the altar, that makes hearts, B for the lab, that makes blueprints."""
-    return {"altar": "H", "lab": "B"}.get(name, name[0].upper())
+    """Initial of the name, except H for the altar (hearts) and B for the lab (blueprints)."""
+    if name == "altar":
+        return "H"
+    if name == "lab":
+        return "B"
+    return name[0].upper()
 
 
 def contents(thing: Any) -> dict[str, int]:
-    """The items in a thing, and how many of each."""
-    return {item: number for item, number in zip(ITEMS, thing.inventory) if number}
+    """Items in a thing's inventory and their numbers."""
+    inventory = zip(ITEMS, thing.inventory)
+    return {item: number for item, number in inventory if number}
 
 
 def render_ansi(arena: Any) -> str:
-    """The map in text, two signs a cell, and what each agent carries.
+    """The map as text, two characters per cell, and the agents' inventories.
 
-    An agent is an arrow (* while frozen) and its number, a converter its letter (`converter_sign`) and how many
-    products wait in it (~ none yet, but at work or cooling), [] a block and ## a wall.
+    An agent is an arrow (* while frozen) and its sign; a converter is its sign and its number of outputs (~ for none
+    during work and cooldown); [] is a block and ## a wall.
     """
 
-    def signs(thing: Any) -> str:
+    def cell_text(thing: Any) -> str:
         if thing is None:
             return " ."
         if thing.name == "wall":
@@ -74,28 +79,32 @@ def render_ansi(arena: Any) -> str:
 
     lines = [f"step {arena.clock} of {arena.limit}"]
     for row in arena.grid[EDGE:-EDGE]:
-        lines.append("".join(signs(thing) for thing in row[EDGE:-EDGE]))
+        cells = row[EDGE:-EDGE]
+        lines.append("".join(cell_text(thing) for thing in cells))
     for i, body in enumerate(arena.bodies):
-        load = ", ".join(f"{number} {item}" for item, number in contents(body).items())
-        lines.append(f"{agent_sign(i)}: {load or 'nothing'}")
+        items = [f"{number} {item}" for item, number in contents(body).items()]
+        inventory = ", ".join(items) or "nothing"
+        lines.append(f"{agent_sign(i)}: {inventory}")
     return "\n".join(lines)
 
 
-SIZE = 40  # pixels along a cell, before the picture is halved
+SIZE = 40  # pixels per cell, before `Canvas` halves the picture
 
 
 def render_rgb(arena: Any) -> np.ndarray:
-    """The map as (height, width, 3) uint8, 20 pixels a cell, beside it what each agent carries.
+    """The map as (height, width, 3) uint8, 20 pixels per cell, with a list of the agents' inventories on the right.
 
-    A converter has the color and initial of what it makes, waiting products as dots along its foot, what was put in
-    along its top, and a bar that shrinks while it works and cools. An agent wears its number and looks where it faces;
-    a ring of ice is melting around a frozen one, and its load lies under it.
+    A converter has the color of its output, outputs as dots at the bottom, inputs as dots at the top, and a bar that
+    shrinks during work and cooldown. An agent is a disc with its sign, a nose for its heading and dots for its items;
+    a frozen agent has a ring that shrinks.
     """
     map_rows, map_columns = arena.rules.shape
     rows = map_rows - 2 * EDGE
     columns = map_columns - 2 * EDGE
     list_rows = len(arena.bodies) + 2
-    canvas = Canvas((columns + 9) * SIZE, max(rows, list_rows) * SIZE, BACKGROUND)
+    width = (columns + 9) * SIZE
+    height = max(rows, list_rows) * SIZE
+    canvas = Canvas(width, height, BACKGROUND)
     for row in range(rows):
         for column in range(columns):
             thing = arena.grid[row + EDGE][column + EDGE]
@@ -112,18 +121,20 @@ def render_rgb(arena: Any) -> np.ndarray:
         x = (body.column - EDGE + 0.5) * SIZE
         y = (body.row - EDGE + 0.5) * SIZE
         draw_agent(canvas, arena, i, x, y)
-        draw_dots(canvas, contents(body), x, y + 0.4 * SIZE)
+        items = contents(body)
+        draw_dots(canvas, items, x, y + 0.4 * SIZE)
         line = (i + 2.5) * SIZE
         draw_agent(canvas, arena, i, list_left + SIZE / 4, line)
-        for slot, (item, number) in enumerate(contents(body).items()):
-            x = list_left + (1.2 + 1.25 * slot) * SIZE
+        x = list_left + 1.2 * SIZE
+        for item, number in items.items():
             canvas.disc(x, line, 8, ITEM_COLORS[item])
             canvas.text(x + 12, line, str(number), 0.45 * SIZE, TEXT)
+            x += 1.25 * SIZE
     return canvas.pixels()
 
 
 def draw_thing(canvas: Canvas, arena: Any, thing: Any, left: float, top: float) -> None:
-    """A wall, a block or a converter, its corner at (left, top)."""
+    """Draws a wall, a block or a converter with its corner at (left, top)."""
     right = left + SIZE - 1
     bottom = top + SIZE - 1
     if thing.name == "wall":
@@ -133,24 +144,36 @@ def draw_thing(canvas: Canvas, arena: Any, thing: Any, left: float, top: float) 
         canvas.draw.rectangle((left + 5, top + 5, right - 5, bottom - 5), BLOCK_COLOR)
         return
     recipe = arena.rules.book[thing.name]
-    first_product = next(iter(recipe.outputs))
-    color = ITEM_COLORS[first_product]
+    first_output = next(iter(recipe.outputs))
+    color = ITEM_COLORS[first_output]
     x = left + SIZE / 2
     y = top + SIZE / 2
-    canvas.draw.rounded_rectangle((left + 2, top + 2, right - 2, bottom - 2), 8, CONVERTER_COLOR, color, 3)
-    canvas.text(x, y - 1, converter_sign(thing.name), 0.55 * SIZE, color, anchor="mm")
-    products = contents(thing)
-    inputs = {item: products.pop(item) for item in list(products) if item not in recipe.outputs}
+    box = (left + 2, top + 2, right - 2, bottom - 2)
+    canvas.draw.rounded_rectangle(box, 8, CONVERTER_COLOR, color, 3)
+    sign = converter_sign(thing.name)
+    canvas.text(x, y - 1, sign, 0.55 * SIZE, color, anchor="mm")
+    inputs = {}
+    outputs = {}
+    for item, number in contents(thing).items():
+        if item in recipe.outputs:
+            outputs[item] = number
+        else:
+            inputs[item] = number
     draw_dots(canvas, inputs, x, top + 0.14 * SIZE)
-    draw_dots(canvas, products, x, top + 0.88 * SIZE)
+    draw_dots(canvas, outputs, x, top + 0.88 * SIZE)
     if thing.timer:
-        bar = (SIZE - 12) * thing.timer / (recipe.cooldown + 1)
-        canvas.draw.rectangle((left + 6, top + 0.7 * SIZE, left + 6 + bar, top + 0.75 * SIZE), color)
+        duration = recipe.cooldown + 1
+        bar_right = left + 6 + (SIZE - 12) * thing.timer / duration
+        bar = (left + 6, top + 0.7 * SIZE, bar_right, top + 0.75 * SIZE)
+        canvas.draw.rectangle(bar, color)
 
 
 def draw_dots(canvas: Canvas, items: dict[str, int], x: float, y: float) -> None:
-    """At most five items in a row, its middle at (x, y)."""
-    dots = [item for item, number in items.items() for _ in range(number)][:5]
+    """Draws a row of at most five dots, one per item, centred on (x, y)."""
+    dots = []
+    for item, number in items.items():
+        dots += [item] * number
+    dots = dots[:5]
     middle = (len(dots) - 1) / 2
     for i, item in enumerate(dots):
         offset = (i - middle) * 0.2 * SIZE
@@ -158,6 +181,7 @@ def draw_dots(canvas: Canvas, items: dict[str, int], x: float, y: float) -> None
 
 
 def draw_agent(canvas: Canvas, arena: Any, i: int, x: float, y: float) -> None:
+    """Draws agent i, centred on (x, y)."""
     body = arena.bodies[i]
     hue = i * 360 // len(arena.bodies)
     color = f"hsl({hue}, 65%, 62%)"
@@ -173,4 +197,5 @@ def draw_agent(canvas: Canvas, arena: Any, i: int, x: float, y: float) -> None:
         angle = 360 * body.timer / arena.rules.freeze
         box = (x - reach, y - reach, x + reach, y + reach)
         canvas.draw.arc(box, -90, -90 + angle, ICE, 5)
-    canvas.text(x, y, agent_sign(i), 0.55 * SIZE, BACKGROUND, anchor="mm")
+    sign = agent_sign(i)
+    canvas.text(x, y, sign, 0.55 * SIZE, BACKGROUND, anchor="mm")

@@ -1,7 +1,8 @@
-"""The real MettaGrid (pip install mettagrid==0.26.22) in the shape the trainers use: NumPy, agents as lanes.
+"""The real MettaGrid (pip install mettagrid==0.26.22) as a batched environment.
 
-Its rules are not those of envs/metta/arena.py: they have changed since 2025. A task is a `MettaGridConfig`; this one
-is mines and altars: walking into a mine digs one ore (three can be carried), into an altar with ore makes a heart.
+Its rules differ from those of envs/metta/arena.py, because they have changed since July 2025. A task is a
+`MettaGridConfig`. The default one is "mines and altars": moving into a mine yields an ore (at most three can be
+carried), moving into an altar with an ore yields a heart.
 """
 
 import importlib
@@ -33,14 +34,18 @@ except ImportError as error:
         f"{error}: the real MettaGrid needs `pip install mettagrid==0.26.22` (Python 3.11 or 3.12)"
     ) from error
 
-# Before an error it prints the whole configuration, pages of it; what is wrong stands in the error.
+# Before raising an error it logs the whole configuration, which is pages long. The error itself is enough.
 logging.getLogger("mettagrid.simulator.simulator").setLevel(logging.CRITICAL)
 
 
 def mines_and_altars(agents: int = 8, side: int = 16, max_steps: int = 256) -> MettaGridConfig:
-    """Eight agents among six mines and four altars; a heart is worth 1."""
-    dig = Handler(mutations=[updateActor({"ore": 1})])
-    offer = Handler(filters=[actorHas({"ore": 1})], mutations=[updateActor({"ore": -1, "heart": 1})])
+    """A room with six mines and four altars; the reward is 1 per heart."""
+    mine_handler = Handler(mutations=[updateActor({"ore": 1})])
+    altar_handler = Handler(
+        filters=[actorHas({"ore": 1})],
+        mutations=[updateActor({"ore": -1, "heart": 1})],
+    )
+    ore_limit = ResourceLimitsConfig(base=3, max=3, resources=["ore"])
     return MettaGridConfig(
         game=GameConfig(
             resource_names=["ore", "heart"],
@@ -49,34 +54,40 @@ def mines_and_altars(agents: int = 8, side: int = 16, max_steps: int = 256) -> M
             episode_truncates=True,
             obs=ObsConfig(width=11, height=11, num_tokens=100),
             actions=ActionsConfig(
-                noop=NoopActionConfig(), move=MoveActionConfig(), change_vibe=ChangeVibeActionConfig(enabled=False)
+                noop=NoopActionConfig(),
+                move=MoveActionConfig(),
+                change_vibe=ChangeVibeActionConfig(enabled=False),
             ),
             agent=AgentConfig(
-                inventory=InventoryConfig(limits={"ore": ResourceLimitsConfig(base=3, max=3, resources=["ore"])}),
+                inventory=InventoryConfig(limits={"ore": ore_limit}),
                 rewards={"heart": inventoryReward("heart")},
             ),
             objects={
                 "wall": WallConfig(),
-                "mine": GridObjectConfig(name="mine", on_use_handler=dig),
-                "altar": GridObjectConfig(name="altar", on_use_handler=offer),
+                "mine": GridObjectConfig(name="mine", on_use_handler=mine_handler),
+                "altar": GridObjectConfig(name="altar", on_use_handler=altar_handler),
             },
             map_builder=RandomMapBuilder.Config(
-                width=side, height=side, agents=agents, border_width=1, objects={"wall": 8, "mine": 6, "altar": 4}
+                width=side,
+                height=side,
+                agents=agents,
+                border_width=1,
+                objects={"wall": 8, "mine": 6, "altar": 4},
             ),
         )
     )
 
 
 def one_line(error: BaseException) -> str:
-    """Kind and text of an error, whatever its number of lines."""
+    """Type and message of an error on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 def load_config(path: str | None) -> MettaGridConfig:
-    """The config at "package.module:attribute", a config or a function without arguments that returns one.
+    """The config at "package.module:attribute", which is a config or a function that returns one. None is the default.
 
-    Raises ValueError, its message one line, if there is none, whatever the code there does.
+    Raises ValueError with a message of one line if there is none or the code fails.
     """
     if path is None:
         return mines_and_altars()
@@ -84,11 +95,11 @@ def load_config(path: str | None) -> MettaGridConfig:
     if not module or not attribute:
         raise ValueError(f'config "{path}": must be package.module:attribute')
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # code of somebody else, which may do anything
+        target = getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # this runs code of the user
         raise ValueError(f'config "{path}": must be package.module:attribute ({one_line(error)})') from error
     try:
-        config = found() if callable(found) else found
+        config = target() if callable(target) else target
     except (Exception, SystemExit) as error:
         raise ValueError(f'config "{path}": calling it without arguments fails ({one_line(error)})') from error
     if not isinstance(config, MettaGridConfig):
@@ -97,17 +108,20 @@ def load_config(path: str | None) -> MettaGridConfig:
 
 
 class RealMettaGrid:
-    """`num_games` simulations of one config, one after another in this process.
+    """`num_games` simulations of one config in NumPy, stepped one after another in this process.
 
-    With N = num_games * agents of the config: `reset() -> obs` and
-    `step(actions) -> (obs, rewards, terminals, truncations, info)`, `actions` (N,) int32, `obs` (N, tokens, 3) uint8,
-    `rewards` (N,) float32, the rest (N,) bool. A simulation that ends starts anew in the same step; `info["final_obs"]`
-    is what its agents saw before. The simulations write to these arrays themselves; `obs` may be handed in (shared
-    memory, say). All but `rewards`, `terminals` and `truncations` are overwritten by the next step.
-    `num_actions`, `num_tokens` and `features` (id to name and normalization) come from the package. `max_steps` is the
-    step limit of an episode, None where the config has none: such an episode may never end.
+    The N = num_games * agents of the config are ordered game by game.
 
-    Raises ValueError, its message one line, for a config that no game can be made of.
+    - `reset() -> obs`: restarts all simulations. `obs` is (N, tokens, 3) uint8.
+    - `step(actions) -> (obs, rewards, terminals, truncations, info)`: `actions` is (N,) int32, `rewards` (N,) float32,
+      `terminals` and `truncations` (N,) bool. A finished simulation is reset within the same step. `info` has the state
+      before that reset: `final_obs` (N, tokens, 3) and `return` (N,) float32.
+
+    `obs` and `final_obs` are buffers that the next step overwrites. The simulations write to `obs` directly; it can be
+    passed in, for example in shared memory. `features` maps feature ids to (name, normalization). `max_steps` is the
+    step limit of an episode, or None without a limit.
+
+    Raises ValueError with a message of one line for a config without a valid game.
     """
 
     def __init__(
@@ -122,16 +136,19 @@ class RealMettaGrid:
             raise ValueError(f"num_games {num_games}: must be at least 1")
         self.config = config if isinstance(config, MettaGridConfig) else load_config(config)
         self.name = f'config "{config}"' if isinstance(config, str) else "config"
-        self.num_games, self.seed, self.random_first_length = num_games, seed, random_first_length
+        self.num_games = num_games
+        self.seed = seed
+        self.random_first_length = random_first_length
         game = self.config.game
         agents = num_games * game.num_agents
-        self.num_agents, self.num_tokens = agents, game.obs.num_tokens
+        self.num_agents = agents
+        self.num_tokens = game.obs.num_tokens
         self.window = (game.obs.height, game.obs.width)
         self.max_steps: int | None = game.max_steps or None
         try:
             self.action_names = [action.name for action in game.actions.actions()]
             features = game.id_map().features()
-        except Exception as error:  # each part of the package has errors of its own
+        except Exception as error:  # the package has many error types
             raise ValueError(f"{self.name}: not whole ({one_line(error)})") from error
         self.num_actions = len(self.action_names)
         self.features = {feature.id: (feature.name, feature.normalization) for feature in features}
@@ -142,50 +159,57 @@ class RealMettaGrid:
         self.final_obs = np.zeros(shape, np.uint8)
         self.actions = np.zeros(agents, np.int32)
         self.rewards = np.zeros(agents, np.float32)
-        self.terminals, self.truncations, masks = np.zeros(agents, bool), np.zeros(agents, bool), np.ones(agents, bool)
-        unused = np.zeros(agents, np.int32)
-        self.buffers = [
-            Buffers(
-                observations=self.obs[part],
-                terminals=self.terminals[part],
-                truncations=self.truncations[part],
-                rewards=self.rewards[part],
-                masks=masks[part],
-                actions=self.actions[part],
-                teacher_actions=unused[part],
+        self.terminals = np.zeros(agents, bool)
+        self.truncations = np.zeros(agents, bool)
+        masks = np.ones(agents, bool)
+        teacher_actions = np.zeros(agents, np.int32)  # unused
+        self.buffers = []
+        for i in range(num_games):
+            first = i * game.num_agents
+            lanes = slice(first, first + game.num_agents)
+            buffers = Buffers(
+                observations=self.obs[lanes],
+                terminals=self.terminals[lanes],
+                truncations=self.truncations[lanes],
+                rewards=self.rewards[lanes],
+                masks=masks[lanes],
+                actions=self.actions[lanes],
+                teacher_actions=teacher_actions[lanes],
             )
-            for part in (slice(i * game.num_agents, (i + 1) * game.num_agents) for i in range(num_games))
-        ]
+            self.buffers.append(buffers)
         self.simulations: list[Any] = [None] * num_games
         self.returns = np.zeros(agents, np.float32)
         self.reset()
 
     def reset(self) -> np.ndarray:
-        """Start all simulations over, with the maps of `seed`."""
+        """Restarts all simulations with the first maps of `seed`."""
         self.episodes = [0] * self.num_games
         self.returns[:] = 0
         for i in range(self.num_games):
             self._start(i)
         return self.obs
 
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+    def step(self, actions: np.ndarray):
         self.actions[:] = actions
         for simulation in self.simulations:
             simulation.step()
         self.returns += self.rewards
-        rewards, terminals, truncations = self.rewards.copy(), self.terminals.copy(), self.truncations.copy()
-        done = terminals | truncations
+        rewards = self.rewards.copy()
+        terminals = self.terminals.copy()
+        truncations = self.truncations.copy()
         info = {"final_obs": self.final_obs, "return": self.returns.copy()}
         self.final_obs[:] = self.obs
-        for i, ends in enumerate(done.reshape(self.num_games, -1).all(1)):
-            if ends:
+        done = terminals | truncations
+        game_done = done.reshape(self.num_games, -1).all(1)
+        for i in range(self.num_games):
+            if game_done[i]:
                 self.episodes[i] += 1
                 self.returns.reshape(self.num_games, -1)[i] = 0
                 self._start(i)
         return self.obs, rewards, terminals, truncations, info
 
     def _start(self, i: int) -> None:
-        """The seed of a simulation does not reach its map, so the map gets one of its own for each episode."""
+        """Starts the next episode of simulation i. Map and simulation have separate seeds in MettaGrid."""
         if self.simulations[i] is not None:
             self.simulations[i].close()
         config = self.config.model_copy(deep=True)
@@ -194,8 +218,9 @@ class RealMettaGrid:
             config.game.map_builder.seed = int(draws[0] >> 1)
         if self.episodes[i] == 0 and self.random_first_length and config.game.max_steps:
             config.game.max_steps = 1 + int(draws[1]) % config.game.max_steps
+        seed = int(draws[2] >> 1)
         try:
-            self.simulations[i] = Simulator().new_simulation(config, int(draws[2] >> 1), buffers=self.buffers[i])
+            self.simulations[i] = Simulator().new_simulation(config, seed, buffers=self.buffers[i])
         except Exception as error:
             raise ValueError(f"{self.name}: no game can be made of it ({one_line(error)})") from error
 
@@ -205,9 +230,9 @@ class RealMettaGrid:
 
 
 class TorchMettaGrid:
-    """`RealMettaGrid` called as `MettaBatch` is, with tensors. A heart is a reward of 1 there.
+    """`RealMettaGrid` with tensors and the interface of `MettaBatch`. `hearts` is the return: 1 per heart.
 
-    Raises ValueError, its message one line, also for a config without a step limit.
+    Raises ValueError with a message of one line also for a config without a step limit.
     """
 
     def __init__(self, num_games: int, config: str | None, seed: int, random_first_length: bool) -> None:
@@ -221,7 +246,7 @@ class TorchMettaGrid:
             raise ValueError("has no step limit, so evaluations would not end; one with game.max_steps works")
         self.obs = torch.from_numpy(self.games.obs)
         self.length = torch.zeros(self.num_agents)
-        self.finished = torch.zeros(4)  # agent-episodes, and sums of their hearts, length and return
+        self.finished = torch.zeros(4)
 
     def reset(self) -> torch.Tensor:
         self.games.reset()

@@ -1,7 +1,7 @@
-"""The rules of a MettaGrid arena of July 2025: items, actions, tokens, converters, and in what arenas differ.
+"""Rules of the MettaGrid arena (https://github.com/Metta-AI/mettagrid, July 2025): items, actions, tokens, converters.
 
-Agents dig ore from mines, turn it into batteries at generators and batteries into hearts at altars; an armory sells
-armor and a lasery lasers, and a laser freezes another agent and takes all it carries.
+Agents take ore from mines, turn it into batteries at generators, and batteries into hearts at altars. An armory makes
+armor, a lasery lasers. A laser freezes another agent and takes its items; armor protects against it.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ ITEMS = (
 HEART = ITEMS.index("heart")
 ARMOR = ITEMS.index("armor")
 LASER = ITEMS.index("laser")
-CARRY = tuple(255 if item == "heart" else 50 for item in ITEMS)  # most that an agent holds
+CARRY = tuple(255 if item == "heart" else 50 for item in ITEMS)  # maximum in an agent's inventory
 
-ACTION_TYPES = {  # and the number of arguments of each
+ACTION_TYPES = {  # number of arguments
     "attack": 10,
     "attack_nearest": 1,
     "change_color": 4,
@@ -33,8 +33,8 @@ ACTION_TYPES = {  # and the number of arguments of each
     "swap": 1,
 }
 ACTIONS = tuple((kind, argument) for kind, number in enumerate(ACTION_TYPES.values()) for argument in range(number))
-NEAREST = ACTIONS.index((1, 0))  # all before it are attacks, too
-PAINT = ACTIONS.index((2, 0))  # the first of four: one up, one down, double, half
+NEAREST = ACTIONS.index((1, 0))  # the last attack; the actions before it attack a fixed cell
+PAINT = ACTIONS.index((2, 0))  # the first of four: color + 1, color - 1, color * 2, color // 2
 GET = ACTIONS.index((3, 0))
 FORWARD = ACTIONS.index((4, 0))
 BACK = ACTIONS.index((4, 1))
@@ -43,10 +43,15 @@ PUT = ACTIONS.index((6, 0))
 ROTATE = ACTIONS.index((7, 0))  # the first of four, in the order of MOVES
 SWAP = ACTIONS.index((8, 0))
 
-MOVES = ((-1, 0), (1, 0), (0, -1), (0, 1))  # up, down, left, right as (row, column)
-RIGHT_OF = (3, 2, 0, 1)  # the direction at an agent's right hand, by its heading
-REACH = tuple((1 + n // 3, 1 - n % 3) for n in range(9))  # attack n + 1 hits (steps ahead, steps to the right)
-NEAREST_FIRST = (1, 0, 2, 4, 3, 5, 7, 6, 8)  # order in which the nearest is looked for: the middle before the sides
+MOVES = (  # (row, column) by heading
+    (-1, 0),  # up
+    (1, 0),  # down
+    (0, -1),  # left
+    (0, 1),  # right
+)
+RIGHT_OF = (3, 2, 0, 1)  # the heading after a right turn, by heading
+REACH = tuple((1 + n // 3, 1 - n % 3) for n in range(9))  # target of attack n + 1: (steps ahead, steps to the right)
+NEAREST_FIRST = (1, 0, 2, 4, 3, 5, 7, 6, 8)  # order of REACH in which "attack_nearest" searches for a target
 
 # --------------------------------------------------------------------------------------------- observations, statistics
 
@@ -64,10 +69,10 @@ SWAPPABLE = FEATURES.index("swappable")
 EPISODE = FEATURES.index("episode")
 FIRST_ITEM = FEATURES.index(ITEMS[0])
 
-TOKENS = 200  # slots of an observation
-HEADER = 4  # of them about the episode: its progress, the last action, its argument, the last reward
-VIEW = 5  # how many cells an agent sees each way
-CENTRE = VIEW << 4 | VIEW  # an agent's own cell in its window
+TOKENS = 200  # tokens of an observation
+HEADER = 4  # of them about the episode: progress, last action, its argument, last reward
+VIEW = 5  # cells that an agent sees in each direction
+CENTRE = VIEW << 4 | VIEW  # position of an agent's own cell in its window
 
 
 def _by_distance(cell: tuple[int, int]) -> tuple:
@@ -90,15 +95,16 @@ STATS += (
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a converter turns into what: one tick of work, then `cooldown` ticks of rest; it holds `max_output`."""
+    """Inputs and outputs of a converter. A conversion is one tick of work and `cooldown` ticks of rest."""
 
     type_id: int
     inputs: Mapping[str, int]
     outputs: Mapping[str, int]
     cooldown: int
     max_output: int = 5
+    """no new conversion while this many outputs are in the converter"""
     initial: int = 0
-    """of each output at the start"""
+    """number of each output at the start"""
 
 
 TYPE_IDS = {"agent": 0, "wall": 1, "block": 14}
@@ -122,7 +128,7 @@ EASY_RECIPES = {
     "lasery": Recipe(10, {"ore_red": 1}, {"laser": 1}, 10),
 }
 
-REWARDS = {  # hundredths for each item held, and how many of it count
+REWARDS = {  # by item: hundredths of reward, and the maximum number that is rewarded
     "hearts": {"heart": (100, 1000)},
     "work": {},
     "shaped": {
@@ -138,9 +144,9 @@ REWARDS = {  # hundredths for each item held, and how many of it count
         "heart": (100, 1000),
     },
 }
-# Hundredths for each item put into a converter, divided by 1 + those that wait there already, and for each got from it.
-# What makes a converter work pays most, so that nobody does best by waiting for what others have put in. An altar pays
-# as well as a generator: at 60, agents of one seed in three never brought a battery to one.
+# Hundredths of reward for each item put into a converter, divided by 1 + inputs already there, and for each item taken
+# out. Putting is rewarded most, so that it does not pay to wait for the inputs of others. An altar is worth as much as
+# a generator: with 60, agents of one seed in three never brought a battery to an altar.
 WORK_REWARDS = {
     "mine_red": (0, 10),
     "generator_red": (110, 10),
@@ -149,14 +155,14 @@ WORK_REWARDS = {
 
 # -------------------------------------------------------------------------------------------------------------- arenas
 
-# Codes in a cell of the batched map. From FIRST_CONVERTER on each converter has its own, then each agent.
+# Cell codes of the batched map. Each converter has its own code, from FIRST_CONVERTER on, and after them each agent.
 EMPTY = 0
 WALL = 1
 BLOCK = 2
 FIRST_CONVERTER = 3
 
-# Where the draws of an episode begin: one for each ...
-DRAW_CELL = 0
+# First numbers of an episode's random draws. There is one draw for each ...
+DRAW_CELL = 0  # cell
 DRAW_COUNT = 1 << 15  # instance and kind of object
 DRAW_ROOM = 1 << 16  # instance with terrain
 DRAW_PILLAR = 1 << 17  # cell with terrain
@@ -176,36 +182,33 @@ ARENA_OBJECTS = {
 
 @dataclass(frozen=True)
 class Rules:
-    """Everything in which one arena differs from another.
-
-    Raises ValueError for rules that no game can be played by.
-    """
+    """Settings of a game. Raises ValueError for settings without a valid game."""
 
     instances: int = 1
-    """copies of the arena in one game, 1 to 4, side by side in rows of two"""
+    """copies of the arena in a game, 1 to 4, in rows of two"""
     size: int = 25
-    """cells along a side of an instance, 5 to 60; walls five thick stand around, so that no window leaves the map"""
+    """cells along a side of an instance, 5 to 60; around them are walls of 5 cells, so that no window leaves the map"""
     agents: int = 6
-    """agents of an instance"""
+    """agents per instance"""
     objects: Mapping[str, int | tuple[int, int]] = field(default_factory=lambda: dict(ARENA_OBJECTS))
-    """how many of each thing an instance holds: converters of `recipes`, "block", "wall"; (low, high) is drawn"""
+    """number of each object per instance: converters, "block" and "wall"; drawn uniformly if (low, high), inclusive"""
     separate: bool = False
-    """walls between the instances too, so that nobody sees or meets the others"""
+    """walls between the instances, so that their agents cannot see or meet each other"""
     terrain: bool = False
-    """each instance gets walls of its own pattern, from open field to labyrinth; all free cells stay connected"""
+    """random walls in each instance, from open field to labyrinth; all free cells are connected"""
     easy: bool = False
-    """altar, armory and lasery ask for one item only"""
+    """altar, armory and lasery need only one item"""
     rewards: str = "hearts"
-    """"hearts" (1 a heart), "shaped" (also 0.1 for ore, 0.8 for a battery, 0.5 for gear; the first of each kind) or
-    "work" (`WORK_REWARDS`: all that is put and got on the way to a heart, whoever has the heart in the end)"""
+    """"hearts" (1 per heart), "shaped" (also, for the first of each kind, 0.1 for ore, 0.8 for a battery, 0.5 for
+    other items) or "work" (`WORK_REWARDS`: for items put and taken on the way to a heart)"""
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
-    """converters other than the usual ones"""
+    """recipes that replace or extend the standard ones"""
     freeze: int = 10
-    """turns an agent hit by a laser loses"""
+    """turns that an agent hit by a laser loses"""
     max_steps: int = 1000
     """steps until truncation"""
     random_first_length: bool = True
-    """cut the first episode of a stream somewhere at random, so that not all arenas end at once"""
+    """the first episode of a stream has a random length, so that arenas are truncated at different times"""
 
     def __post_init__(self) -> None:
         if not 1 <= self.instances <= 4:
@@ -241,7 +244,7 @@ class Rules:
 
     @property
     def book(self) -> dict[str, Recipe]:
-        """The recipe of every converter there may be, by its name."""
+        """Recipes of all converters by name."""
         book = dict(RECIPES)
         if self.easy:
             book.update(EASY_RECIPES)
@@ -249,23 +252,23 @@ class Rules:
         return book
 
     def span(self, name: str) -> tuple[int, int]:
-        """Fewest and most things called `name` in an instance."""
+        """Minimum and maximum number of objects `name` in an instance."""
         number = self.objects[name]
         return (number, number) if isinstance(number, int) else tuple(number)
 
     def free_cells(self, size: int) -> int:
-        """Cells that are free in an instance whatever its terrain."""
+        """Minimum number of free cells in an instance."""
         pillars = ((size - 1) // 2) ** 2 if self.terrain else 0
-        return size**2 - 2 * pillars  # each has a wall beside it
+        return size**2 - 2 * pillars  # each pillar has one wall
 
     @property
     def converters(self) -> list[str]:
-        """Names of the converters that one instance may hold."""
+        """Names of the converters of one instance, at their maximum numbers."""
         return [name for name in self.objects if name in self.book for _ in range(self.span(name)[1])]
 
     @property
     def num_agents(self) -> int:
-        """Agents of a game."""
+        """Agents in a game."""
         return self.instances * self.agents
 
     @property
@@ -292,18 +295,18 @@ class Rules:
 
     @property
     def item_rewards(self) -> list[tuple[int, int]]:
-        """For each item, the hundredths of reward for holding one and how many of it count."""
+        """By item: hundredths of reward for each one held, and the maximum number that is rewarded."""
         rewards = REWARDS[self.rewards]
         return [rewards.get(item, (0, 0)) for item in ITEMS]
 
     def work_reward(self, name: str) -> tuple[int, int]:
-        """Hundredths for an item put into a converter and for one got from it."""
+        """Hundredths of reward for an item put into a converter and for one taken out."""
         return WORK_REWARDS.get(name, (0, 0)) if self.rewards == "work" else (0, 0)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "MettaArena-v0": {},
-    # As many altars as can be visited in time: each holds one heart, and nobody has batteries to make another.
+    # Each altar has one heart, and there are no batteries to make another. So the score is the number of altars found.
     "MettaNavigation-v0": dict(
         instances=4,
         agents=1,

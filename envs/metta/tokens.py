@@ -1,6 +1,7 @@
-"""Observations of the batched arena: the tokens of every thing prepared, and gathered into what each agent sees."""
+"""Observations of the batched arena: a table with the tokens of every thing, gathered for the cells in sight."""
 
 import torch
+from torch import Tensor
 
 from envs.metta.rules import (
     BUSY,
@@ -22,19 +23,19 @@ from envs.metta.rules import (
     Rules,
 )
 
-WIDTH = 16  # tokens prepared for a thing at most; the last of them takes what must not show
-STATE_TOKEN = 2  # the one that says busy or frozen
+WIDTH = 16  # tokens per thing in the table; the last one is a dummy that takes masked writes
+STATE_TOKEN = 2  # index of the token for busy or frozen
 HEADING_TOKEN = 3
 COLOR_TOKEN = 4
 
 
 def token(feature: int, value: int = 0) -> int:
-    """A token in 32 bits: place in the window, feature, value, a byte each."""
+    """A token in 32 bits. From the lowest byte: position (0 here), feature, value."""
     return feature << 8 | value << 16
 
 
 def tokens_by_code(rules: Rules) -> list[list[int]]:
-    """The tokens of things before those of their items."""
+    """By map code: the tokens of a thing without those of its items."""
     wall = [token(TYPE, TYPE_IDS["wall"])]
     block = [token(TYPE, TYPE_IDS["block"]), token(SWAPPABLE, 1)]
     agent = [
@@ -57,9 +58,9 @@ def tokens_by_code(rules: Rules) -> list[list[int]]:
 
 
 class TokenTable:
-    """The tokens of all things: a row of `table` each, of which the first `count` tokens show.
+    """The tokens of all things. Each has a row of WIDTH tokens in the flat `table`; the first `count` are valid.
 
-    Rows are counted through all games, `rules.num_codes` to each. Behind the last one are TOKENS empty tokens.
+    Each game has `rules.num_codes` rows. After the last row `table` has TOKENS empty tokens.
     """
 
     def __init__(self, rules: Rules, num_games: int, device: torch.device) -> None:
@@ -74,16 +75,16 @@ class TokenTable:
     def _make_table(self, tokens: list[list[int]], device: torch.device) -> None:
         rows = []
         count = []
-        # Of things that change: the number of tokens before the items, and the token of their state.
+        # Number of tokens before the items and token of the state, for things that can change.
         fixed_tokens = []
         state_token = []
         for row in tokens:
             padding = [0] * (WIDTH - len(row))
             rows.append(row + padding)
             count.append(len(row))
-            changes = len(row) > STATE_TOKEN
-            fixed_tokens.append(len(row) if changes else 0)
-            state_token.append(row[STATE_TOKEN] if changes else 0)
+            can_change = len(row) > STATE_TOKEN
+            fixed_tokens.append(len(row) if can_change else 0)
+            state_token.append(row[STATE_TOKEN] if can_change else 0)
 
         game_table = torch.tensor(rows, dtype=torch.int32, device=device).ravel()
         empty = torch.full((TOKENS,), 0xFFFFFF, dtype=torch.int32, device=device)
@@ -94,50 +95,51 @@ class TokenTable:
         self.state_token = torch.tensor(state_token, device=device)
 
     def _make_window(self, rules: Rules, device: torch.device) -> None:
-        """Cells of the window relative to the agent's, and the place of each in a token."""
+        """Cells of the window relative to the agent's cell, and their position bytes."""
         num_agents = self.num_games * rules.num_agents
         columns = rules.shape[1]
         steps = []
-        places = []
+        positions = []
         for row, column in WINDOW:
             window_row = row + VIEW
             window_column = column + VIEW
             steps.append(row * columns + column)
-            places.append(window_row << 4 | window_column)
-        places.append(0)  # of the empty tokens
+            positions.append(window_row << 4 | window_column)
+        positions.append(0)  # of empty tokens
         self.window = torch.tensor(steps, dtype=torch.int32, device=device)
-        place = torch.tensor(places, dtype=torch.int32, device=device)
-        self.place = place.repeat(num_agents)
+        position = torch.tensor(positions, dtype=torch.int32, device=device)
+        self.position = position.repeat(num_agents)
         self.slot = torch.arange(TOKENS - HEADER, dtype=torch.int32, device=device)
         self.ones = torch.ones(num_agents, len(WINDOW), dtype=torch.int32, device=device)
 
-    def write_things(
-        self, rows: slice | torch.Tensor, code: torch.Tensor, inventory: torch.Tensor, timer: torch.Tensor
-    ) -> None:
-        """Prepare anew what changes of these rows (B,): whether it is busy or frozen, and what it holds (B, items)."""
+    def write_things(self, rows: slice | Tensor, code: Tensor, inventory: Tensor, timer: Tensor) -> None:
+        """Rewrites the tokens of `rows` (B,) for state (busy or frozen) and items.
+
+        `code` (B,) are map codes, `inventory` (B, items) numbers of items, `timer` (B,) is above 0 if busy or frozen.
+        """
         has_item = inventory > 0
         fixed_tokens = self.fixed_tokens[code]
-        changes = fixed_tokens > 0  # walls and blocks do not
+        can_change = fixed_tokens > 0  # False for walls and blocks
         table = self.table[:-TOKENS].view(-1, WIDTH)
         tokens = table[rows]
-        first_position = fixed_tokens[:, None]
-        item_position = first_position + has_item.cumsum(1) - 1
-        item_position = torch.where(has_item, item_position, WIDTH - 1)
+        first_index = fixed_tokens[:, None]
+        item_index = first_index + has_item.cumsum(1) - 1
+        item_index = torch.where(has_item, item_index, WIDTH - 1)
         item_token = self.item_token | inventory << 16
-        tokens.scatter_(1, item_position, item_token.int())
+        tokens.scatter_(1, item_index, item_token.int())
 
         state = (timer > 0).long()
         state_token = self.state_token[code] | state << 16
         old_state_token = tokens[:, STATE_TOKEN]
-        tokens[:, STATE_TOKEN] = torch.where(changes, state_token.int(), old_state_token)
+        tokens[:, STATE_TOKEN] = torch.where(can_change, state_token.int(), old_state_token)
         table[rows] = tokens
 
         num_items = has_item.sum(1)
         count = fixed_tokens + num_items
-        self.count[rows] = torch.where(changes, count.byte(), self.count[rows])
+        self.count[rows] = torch.where(can_change, count.byte(), self.count[rows])
 
-    def write_agents(self, heading: torch.Tensor, color: torch.Tensor) -> None:
-        """Prepare anew where all agents (N,) look and what color they have."""
+    def write_agents(self, heading: Tensor, color: Tensor) -> None:
+        """Rewrites the tokens for heading and color of all agents, (N,) each."""
         rows = self.table[:-TOKENS].view(self.num_games, self.num_codes, WIDTH)
         agent_rows = rows[:, self.first_agent :]
         heading_token = heading << 16 | token(ORIENTATION)
@@ -147,18 +149,20 @@ class TokenTable:
 
     def observe(
         self,
-        grid: torch.Tensor,
-        cell: torch.Tensor,
-        row_base: torch.Tensor,
-        header: torch.Tensor,
+        grid: Tensor,
+        cell: Tensor,
+        row_base: Tensor,
+        header: Tensor,
         fixed_shapes: bool,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write to `out` (B, 200, 3) uint8 what agents in these cells (B,) see; returns how many tokens that is (B,).
+        out: Tensor,
+    ) -> Tensor:
+        """Writes the observations of agents in cells `cell` (B,) to `out` (B, 200, 3) uint8.
 
-        `row_base` (B,) are the first rows of their lanes, `header` (B, 4) the values of the first tokens.
-        From the number of tokens in each cell of the windows follows the slot at which a cell's tokens end; as many
-        cells precede a slot as end at or before it: a histogram, summed up. No cell or token is looked at in turn.
+        `row_base` (B,) are the first rows of their lanes, `header` (B, 4) the values of the first tokens. Returns the
+        numbers of tokens in sight (B,), which can exceed 200.
+
+        A cumulative sum of the token counts is the slot where each cell's tokens end. The cell of a slot is the number
+        of cells that end at or before it, which is a cumulative histogram. So there is no loop over cells or tokens.
         """
         batch = len(out)
         device = self.table.device
@@ -171,23 +175,24 @@ class TokenTable:
         end = count.cumsum(1, dtype=torch.int32)
         num_tokens = end[:, -1]
         num_slots = len(self.slot)
-        if not fixed_shapes:  # as far as any window reaches
+        if not fixed_shapes:  # as many as the longest observation needs
             longest = int(num_tokens.max())
             num_slots = min(num_slots, longest)
         cell_of_slot = self._cell_of_slot(end, num_slots)
 
-        # Where a cell's tokens begin in `table`, less the slot at which they begin in the observation.
+        # Index of a cell's first token in `table`, minus its slot in the observation.
         first_empty = len(self.table) - TOKENS
         offset = torch.empty(batch, len(WINDOW) + 1, dtype=torch.int32, device=device)
         offset[:, :-1] = (count - end).add_(row, alpha=WIDTH)
-        offset[:, -1] = first_empty - num_tokens  # behind the last cell: empty
+        offset[:, -1] = first_empty - num_tokens  # after the last cell: empty tokens
         source = offset.view(-1).index_select(0, cell_of_slot)
         source = source.view(batch, num_slots)
         source = source.add_(self.slot[:num_slots])
-        place = self.place.index_select(0, cell_of_slot)
-        tokens = self.table.index_select(0, source.view(-1)).add_(place)
+        position = self.position.index_select(0, cell_of_slot)
+        tokens = self.table.index_select(0, source.view(-1))
+        tokens = tokens.add_(position)
 
-        # Byte by byte out of the 32-bit words: twice as fast as shifting, or as all three at once.
+        # Copying one byte of all words at a time is twice as fast as shifts or as copying three bytes at once.
         token_bytes = tokens.view(torch.uint8).view(batch, num_slots, 4)
         end_slot = HEADER + num_slots
         out[:, :HEADER, 0] = CENTRE
@@ -198,8 +203,8 @@ class TokenTable:
         out[:, end_slot:] = 255
         return num_tokens + HEADER
 
-    def _cell_of_slot(self, end: torch.Tensor, num_slots: int) -> torch.Tensor:
-        """Which cell of its window each slot shows, (B * num_slots,), counted through all windows (B, cells + 1)."""
+    def _cell_of_slot(self, end: Tensor, num_slots: int) -> Tensor:
+        """Cell shown in each slot, (B * num_slots,), as an index into all windows (B, cells + 1)."""
         batch, num_cells = end.shape
         cell = torch.zeros(batch, num_slots + 1, dtype=torch.int32, device=end.device)
         window_number = torch.arange(batch, dtype=torch.int32, device=end.device)

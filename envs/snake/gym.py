@@ -12,11 +12,10 @@ from envs.streams import lane_key
 
 
 class SnakeVectorEnv(BatchVectorEnv):
-    """`SnakeBatch` with NumPy in and out.
+    """`SnakeBatch` with NumPy arrays.
 
-    Lane i plays what `SnakeEnv(lane=i)` plays with the seed of `reset`. A list of seeds is one for each lane: lane i
-    then plays what a `SnakeEnv()` of its own, as `SyncVectorEnv` would have it, plays with seed i of the list, and goes
-    on with its stream where that is None.
+    After `reset(seed=s)` lane i plays the game of `SnakeEnv(lane=i)` with seed s. With a list of seeds, lane i plays
+    the game of `SnakeEnv()` with the i-th seed, as in `SyncVectorEnv`; None continues the lane's stream.
     """
 
     def __init__(self, num_envs: int = 1, render_mode: str | None = None, **rules: Any) -> None:
@@ -24,7 +23,8 @@ class SnakeVectorEnv(BatchVectorEnv):
         self.kwargs = rules
         self.batch = None
         num_actions = len(MOVES)
-        super().__init__(num_envs, render_mode, self.rules.observation_space, num_actions)
+        observation_space = self.rules.observation_space
+        super().__init__(num_envs, render_mode, observation_space, num_actions)
 
     def start_streams(self, seed: int) -> None:
         self.batch = SnakeBatch(self.num_envs, seed=seed, **self.kwargs)
@@ -33,9 +33,10 @@ class SnakeVectorEnv(BatchVectorEnv):
         self.batch.key[lane] = lane_key(seed, 0)
         self.batch.draws[lane] = 0
 
-    def reset(self, *, seed: Seeds = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+    def reset(self, *, seed: Seeds = None, options: dict | None = None):
         self.seed_lanes(seed)
-        codes = self.batch.reset().numpy()
+        codes = self.batch.reset()
+        codes = codes.numpy()
         obs = self.rules.observe(codes)
         score = np.zeros(self.num_envs, int)
         won = np.zeros(self.num_envs, bool)
@@ -45,8 +46,8 @@ class SnakeVectorEnv(BatchVectorEnv):
 
     def step(self, actions: np.ndarray):
         actions = self.check_actions(actions)
-        actions = torch.as_tensor(actions, dtype=torch.int64)
-        codes, reward, terminated, truncated, info = self.batch.step(actions)
+        action = torch.as_tensor(actions, dtype=torch.int64)
+        codes, reward, terminated, truncated, info = self.batch.step(action)
         terminated = terminated.numpy()
         truncated = truncated.numpy()
         done = terminated | truncated
@@ -58,6 +59,8 @@ class SnakeVectorEnv(BatchVectorEnv):
             final_codes = info["final_obs"].numpy()
             final_obs = self.rules.observe(final_codes)
             infos.update(final_info(episode_info, final_obs, done))
-        obs = self.rules.observe(codes.numpy())
-        reward = reward.double().numpy()
+        codes = codes.numpy()
+        obs = self.rules.observe(codes)
+        reward = reward.double()
+        reward = reward.numpy()
         return obs, reward, terminated, truncated, infos
