@@ -702,7 +702,7 @@ def replaced(name: str, value):
     return change
 
 
-SPOILED = {  # what only this script saves; what all of them do: test_common_checkpoints.py
+SPOILED = {  # what only this script saves; what all of them do: test_promises.py
     "an optimizer of other shapes": lambda saved: resized("exp_avg", 0)(saved["optimizer"]),
     "Muon of another shape": resized("muon"),
     "games of another number": resized("clock", "envs"),
