@@ -690,9 +690,8 @@ class ReplayBuffer:
         reward = (self.reward[step_slot] * in_return * self.discounts[:-1]).sum(1)
         last_end = end.gather(1, num_steps[:, None] - 1).squeeze(1)
         discount = self.discounts[num_steps] * (last_end != TERMINATED)
-        both_slots = torch.cat([first_slot, first_slot])
-        both_positions = torch.cat([position, position + num_steps])
-        obs, next_obs = self.stack_frames(both_slots, both_positions).split(len(slot))
+        obs = self.stack_frames(first_slot, position)
+        next_obs = self.stack_frames(first_slot, position + num_steps)
         return [obs, self.action[slot], reward, discount, next_obs]
 
     def sample(self, batch_size: int, generator: torch.Generator, beta: Tensor) -> list[Tensor]:
@@ -717,8 +716,6 @@ class Learner:
 
     def __init__(self, args: Args, seed: int, device: torch.device, dtype: torch.dtype) -> None:
         self.args = args
-        self.device = device
-        self.dtype = dtype
         self.batch_size = args.batch_size // RANKS
         self.q_network = QNetwork(args).to(device)
         self.target_network = deepcopy(self.q_network).requires_grad_(False)
@@ -731,6 +728,9 @@ class Learner:
             fused=True,
             capturable=args.cudagraph,
         )
+        # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
+        is_half = dtype != torch.float32
+        self.autocast = partial(torch.autocast, device.type, dtype, enabled=is_half, cache_enabled=False)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.replay = ReplayBuffer(args, device)
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -758,11 +758,6 @@ class Learner:
 
     def flat_weights(self) -> Tensor:
         return parameters_to_vector(self.weights).detach()
-
-    def autocast(self):
-        # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
-        enabled = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype, enabled=enabled, cache_enabled=False)
 
     def td_loss(self, obs, action, reward, discount, next_obs, importance) -> tuple[Tensor, Tensor, Tensor]:
         """The loss, its value and the mean Q-value, and the TD errors."""
@@ -809,7 +804,7 @@ class Learner:
     def compile(self) -> None:
         """torch.compile, and one call here rather than in the timed loop."""
         self.td_loss = torch.compile(self.td_loss, mode=self.args.compile_mode)
-        slot = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
+        slot = torch.zeros(self.batch_size, dtype=torch.int64, device=self.replay.device)
         self.td_loss(*self.replay.transitions_at(slot), importance=slot.float())[0].backward()
 
 
