@@ -585,7 +585,7 @@ class ReplayBuffer:
         self.capacity = args.buffer_size // RANKS // self.num_games
         slots = self.num_games * self.capacity
         num_blocks = math.ceil(slots / self.BLOCK)
-        self.position = np.zeros(self.num_games, np.int64)  # slots ever written, per game
+        self.position = torch.zeros(self.num_games, dtype=torch.int64)  # slots ever written, per game
         with device:
             self.frame = torch.zeros(slots, args.size, args.size, dtype=torch.uint8)
             self.action = torch.zeros(slots, dtype=torch.int8)
@@ -598,10 +598,8 @@ class ReplayBuffer:
             self.discounts = args.gamma ** torch.arange(args.n_step + 1).float()
 
     def state_dict(self) -> dict[str, Tensor]:
-        names = ["frame", "action", "reward", "end", "priority", "max_priority"]
-        state = {name: getattr(self, name) for name in names}
-        state["position"] = torch.from_numpy(self.position)
-        return state
+        names = ["frame", "action", "reward", "end", "priority", "max_priority", "position"]
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
@@ -609,36 +607,38 @@ class ReplayBuffer:
                 raise ValueError("its replay needs the same --buffer-size, --num-collectors and --envs-per-collector")
             tensor.copy_(saved[name])
 
-    def slot(self, game: np.ndarray, position: np.ndarray) -> Tensor:
-        return torch.from_numpy(game * self.capacity + position % self.capacity)
+    def shift(self, slot: Tensor, steps: Tensor | int) -> Tensor:
+        """Slots of the same game `steps` later."""
+        position = slot % self.capacity
+        return slot - position + (position + steps) % self.capacity
 
     def add(self, first_game: int, block: dict[str, Tensor]) -> None:
         """Blocks (blocks, games, ...) of the collector whose first game is `first_game`."""
-        end = block["end"].numpy()
-        num_blocks, num_games = end.shape
-        done = end != RUNNING
-        is_first_step = block["length"].numpy() == 1
-        finals_before = done.cumsum(0) - done  # a finished game took one slot more
-        game = first_game + np.broadcast_to(np.arange(num_games), end.shape)
-        position = self.position[game] + np.arange(num_blocks)[:, None] + finals_before
-        slot_games = np.concatenate([game.ravel(), game[done]])  # of the steps, then of the final frames
-        slot_positions = np.concatenate([position.ravel(), position[done] + 1])
+        done = block["end"] != RUNNING
+        num_blocks, num_games = done.shape
+        game = torch.arange(first_game, first_game + num_games)
+        finals_before = done.cumsum(0) - done.long()  # a finished game took one slot more
+        position = self.position[game] + torch.arange(num_blocks)[:, None] + finals_before
+        step_slot = game * self.capacity + position % self.capacity
+        first_slot = step_slot[block["length"] == 1]  # of new games
+        final_slot = self.shift(step_slot[done], 1)
+        slot = torch.cat([step_slot.flatten(), final_slot])
         data = {
             "frame": block["frame"].flatten(0, 1),
-            "final_frame": block["final_frame"][torch.from_numpy(done)],
+            "final_frame": block["final_frame"][done],
             "action": block["action"].flatten(),
             "reward": block["reward"].flatten(),
             "end": block["end"].flatten(),
-            "slot": self.slot(slot_games, slot_positions),
-            "incomplete_slot": self.slot(
-                slot_games, slot_positions + self.args.stack - 1
-            ),  # older frames are overwritten
-            "complete_slot": self.slot(slot_games, slot_positions - self.args.n_step),  # the n-step successor is there
-            "last_slot": self.slot(game[is_first_step], position[is_first_step] - 1),
-            "second_last_slot": self.slot(game[is_first_step], position[is_first_step] - 2),
+            "step_slot": step_slot.flatten(),
+            "final_slot": final_slot,
+            "incomplete_slot": self.shift(slot, self.args.stack - 1),  # older frames are overwritten
+            "complete_slot": self.shift(slot, -self.args.n_step),  # the n-step successor is there
+            "last_slot": self.shift(first_slot, -1),
+            "second_last_slot": self.shift(first_slot, -2),
         }
         data = to_device(data, self.device)  # the only copy: each one would wait for the GPU
-        step_slot, final_slot = data["slot"].split([end.size, int(done.sum())])
+        step_slot = data["step_slot"]
+        final_slot = data["final_slot"]
         self.frame[step_slot] = data["frame"]
         self.frame[final_slot] = data["final_frame"]
         self.action[step_slot] = data["action"]
@@ -652,7 +652,7 @@ class ReplayBuffer:
         self.priority.index_fill_(0, data["incomplete_slot"], 0)
         complete_slot = data["complete_slot"]
         self.priority[complete_slot] = self.max_priority * (self.end[complete_slot] != FINAL)
-        self.position[first_game : first_game + num_games] += num_blocks + done.sum(0)
+        self.position[game] += num_blocks + done.sum(0)
 
     def sample_slots(self, batch_size: int, generator: torch.Generator) -> Tensor:
         """Slots drawn by priority, one from each of `batch_size` equal parts of the sum of priorities."""
@@ -669,20 +669,18 @@ class ReplayBuffer:
         slot_in_block = (slot_end <= target_in_block[:, None]).sum(1)
         return block * self.BLOCK + slot_in_block
 
-    def stack_frames(self, first_slot: Tensor, position: Tensor) -> Tensor:
-        """Observations (B, stack, size, size) at these positions of the games whose slots begin at `first_slot`."""
-        older_slot = first_slot[:, None] + (position[:, None] - self.frame_ages[1:]) % self.capacity
+    def stack_frames(self, slot: Tensor) -> Tensor:
+        """Observations (B, stack, size, size) whose newest frames are in these slots."""
+        older_slot = self.shift(slot[:, None], -self.frame_ages[1:])
         frames_before = (self.end[older_slot] != FINAL).cumprod(1).sum(1)  # of the same game
         age = self.frame_ages.minimum(frames_before[:, None]).flip(1)  # a new game's stack is filled with its first
-        slot = first_slot[:, None] + (position[:, None] - age) % self.capacity
+        slot = self.shift(slot[:, None], -age)
         frames = self.frame.index_select(0, slot.flatten())
         return frames.unflatten(0, slot.shape)
 
     def transitions_at(self, slot: Tensor) -> list[Tensor]:
         """obs, action, reward, discount and next_obs of the n-step transitions that start at these slots (B,)."""
-        position = slot % self.capacity
-        first_slot = slot - position
-        step_slot = first_slot[:, None] + (position[:, None] + self.step_offsets) % self.capacity  # (B, n)
+        step_slot = self.shift(slot[:, None], self.step_offsets)  # (B, n)
         end = self.end[step_slot]
         is_running = (end == RUNNING)[:, :-1]
         in_return = F.pad(is_running.cumprod(1), (1, 0), value=1)  # 1 up to the first end
@@ -690,8 +688,8 @@ class ReplayBuffer:
         reward = (self.reward[step_slot] * in_return * self.discounts[:-1]).sum(1)
         last_end = end.gather(1, num_steps[:, None] - 1).squeeze(1)
         discount = self.discounts[num_steps] * (last_end != TERMINATED)
-        obs = self.stack_frames(first_slot, position)
-        next_obs = self.stack_frames(first_slot, position + num_steps)
+        both_slots = torch.cat([slot, self.shift(slot, num_steps)])
+        obs, next_obs = self.stack_frames(both_slots).split(len(slot))
         return [obs, self.action[slot], reward, discount, next_obs]
 
     def sample(self, batch_size: int, generator: torch.Generator, beta: Tensor) -> list[Tensor]:

@@ -509,7 +509,7 @@ def test_a_ring_read_is_one_copy_that_nobody_waits_for() -> None:
         *_, slot = replay.sample(8, generator, beta)
         replay.update_priorities(slot, torch.zeros(8, device=META))
     assert not learn.copies
-    assert 0 < len(learn.launches) <= 88, learn.launches
+    assert 0 < len(learn.launches) <= 90, learn.launches
 
 
 def test_packed_for_a_gpu_or_not_the_replay_is_the_same(monkeypatch) -> None:
