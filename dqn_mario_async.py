@@ -24,6 +24,7 @@ import time
 import warnings
 from collections import Counter
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -51,7 +52,7 @@ from envs.streams import lane_key
 from envs.workers import Broadcast, Collectors, Fields, Publisher, Ring, to_device
 
 SCRIPT = Path(__file__).stem
-CHECKPOINT_VERSION = 4
+CHECKPOINT_VERSION = 5
 EVAL_SEED = 2**31  # above every --seed
 EVAL_LANES = 128  # games evaluated at once
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -234,9 +235,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         if type(value) not in (int, float):
             continue
         highest = HIGHEST.get(name, sys.maxsize)
-        is_above_0 = value > 0 or (value == 0 and name in MAY_BE_0)
-        if not is_above_0 or not value <= highest:  # NaN fails both
-            lowest = "0 or more" if name in MAY_BE_0 else "above 0"
+        lowest = "0 or more" if name in MAY_BE_0 else "above 0"
+        if not 0 <= value <= highest or (value == 0 and name not in MAY_BE_0):  # NaN fails, too
             fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
     if args.batch_size % RANKS:
         fail(f"--batch-size {args.batch_size}: must be a multiple of the {RANKS} processes")
@@ -250,15 +250,14 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     if args.buffer_size < lowest:
         fail(f"--buffer-size {args.buffer_size}: must be at least {lowest} for {num_games} games")
     args.learning_starts = max(args.learning_starts, num_games * (args.n_step + 1))
-    if args.checkpoint_replay and RANKS > 1:
-        fail("--checkpoint-replay: works with one process only; --no-checkpoint-replay works")
+    for name in ("checkpoint_replay", "cudagraph"):
+        if getattr(args, name) and RANKS > 1:
+            fail(f"--{name.replace('_', '-')}: works with one process only; --no-{name.replace('_', '-')} works")
     if args.bf16 and args.fp16:
         fail("--bf16 --fp16: choose one of them")
     for name in ("fp16", "tf32", "cudagraph"):
         if getattr(args, name) and not on_cuda:
             fail(f"--{name}: needs CUDA; --no-{name} works")
-    if args.cudagraph and RANKS > 1:
-        fail("--cudagraph: works with one process only; --no-cudagraph works")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
     if args.render and args.evaluate is None:
@@ -301,18 +300,18 @@ class QNetwork(nn.Module):
     whose statistics would reach neither target network nor collectors.
     """
 
-    def __init__(self, args: Args, device: torch.device) -> None:
+    def __init__(self, args: Args) -> None:
         super().__init__()
         self.dueling = args.dueling
         channels = args.channels
         side = ((args.size - 4) // 4 - 2) // 2 - 2  # of the last convolution's output
         num_outputs = args.actions + 1 if args.dueling else args.actions
-        self.conv1 = nn.Conv2d(args.stack, channels, 8, 4, device=device)
-        self.conv2 = nn.Conv2d(channels, 2 * channels, 4, 2, device=device)
-        self.conv3 = nn.Conv2d(2 * channels, 2 * channels, 3, device=device)
-        self.hidden = nn.Linear(2 * channels * side**2, args.hidden_size, device=device)
-        self.norm = nn.LayerNorm(args.hidden_size, device=device)
-        self.head = nn.Linear(args.hidden_size, num_outputs, device=device)
+        self.conv1 = nn.Conv2d(args.stack, channels, 8, 4)
+        self.conv2 = nn.Conv2d(channels, 2 * channels, 4, 2)
+        self.conv3 = nn.Conv2d(2 * channels, 2 * channels, 3)
+        self.hidden = nn.Linear(2 * channels * side**2, args.hidden_size)
+        self.norm = nn.LayerNorm(args.hidden_size)
+        self.head = nn.Linear(args.hidden_size, num_outputs)
         for layer in [self.conv1, self.conv2, self.conv3, self.hidden]:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
@@ -356,40 +355,33 @@ class Actor:
     """
 
     def __init__(self, q_network: QNetwork, num_actions: int) -> None:
-        self.weights = {name: weight.detach().numpy() for name, weight in q_network.named_parameters()}  # not copied
+        """For the weights as they are now."""
         self.num_actions = num_actions
-        self.update_kernels()
-
-    def update_kernels(self) -> None:
-        """After the network's weights have changed: kernels as (width * width * inputs, outputs), channels last."""
-        self.kernels = {}
-        for name in ["conv1", "conv2", "conv3"]:
-            kernel = self.weights[f"{name}.weight"]
-            self.kernels[name] = kernel.transpose(2, 3, 1, 0).reshape(-1, len(kernel))
-        self.kernels["conv1"] = self.kernels["conv1"] / 255
-
-    def convolution(self, x: np.ndarray, name: str, width: int, stride: int) -> np.ndarray:
-        """ReLU of a convolution over x (rows, columns, channels)."""
-        side = (len(x) - width) // stride + 1
-        row, column = x.strides[:2]
-        shape = (side, side, width, width * x.shape[2])
-        strides = (stride * row, stride * column, row, x.itemsize)
-        windows = np.ndarray(shape, x.dtype, x, strides=strides).reshape(side * side, -1)
-        x = windows.astype(np.float32, copy=False) @ self.kernels[name] + self.weights[f"{name}.bias"]
-        return np.maximum(x, 0, out=x).reshape(side, side, -1)
+        self.weights = [weight.numpy() for weight in q_network.parameters()]
+        self.layers = []
+        scale = 1 / 255  # of the pixels
+        for layer in [q_network.conv1, q_network.conv2, q_network.conv3]:
+            kernel = layer.weight.numpy().transpose(2, 3, 1, 0) * scale
+            kernel = kernel.reshape(-1, layer.out_channels)  # (width * width * inputs, outputs)
+            scale = 1
+            self.layers.append((kernel, layer.bias.numpy(), layer.kernel_size[0], layer.stride[0]))
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:
         """Q-values (actions,) of one observation (stack, size, size), all of them off by the same number."""
-        weights = self.weights
         x = np.ascontiguousarray(obs.transpose(1, 2, 0))
-        x = self.convolution(x, "conv1", width=8, stride=4)
-        x = self.convolution(x, "conv2", width=4, stride=2)
-        x = self.convolution(x, "conv3", width=3, stride=1)
-        x = weights["hidden.weight"] @ x.transpose(2, 0, 1).ravel() + weights["hidden.bias"]
-        x -= x.sum() / len(x)
+        for kernel, bias, width, stride in self.layers:  # x: (rows, columns, channels)
+            side = (len(x) - width) // stride + 1
+            row, column, _ = x.strides
+            shape = (side, side, width, width * x.shape[2])
+            windows = np.ndarray(shape, x.dtype, x, strides=(stride * row, stride * column, row, x.itemsize))
+            x = windows.reshape(side**2, -1).astype(np.float32) @ kernel + bias
+            x = np.maximum(x, 0).reshape(side, side, -1)
+        *_, hidden, hidden_bias, norm, norm_bias, head, head_bias = self.weights
+        x = hidden @ x.transpose(2, 0, 1).ravel() + hidden_bias
+        x -= x.mean()
         x /= math.sqrt(x @ x / len(x) + 1e-5)
-        x = np.maximum(x * weights["norm.weight"] + weights["norm.bias"], 0)
-        q_values = weights["head.weight"] @ x + weights["head.bias"]
+        x = np.maximum(x * norm + norm_bias, 0)
+        q_values = head @ x + head_bias
         return q_values[: self.num_actions]  # without the value, which changes no choice
 
 
@@ -412,9 +404,9 @@ def end_epsilons(args: Args, number: int, rng: np.random.Generator) -> np.ndarra
     if args.envs_per_collector == 1:
         position = rng.random(1)
     else:
-        num_games = max(args.num_collectors, 1) * args.envs_per_collector
-        game = number * args.envs_per_collector + np.arange(args.envs_per_collector)
-        position = game / (num_games - 1)
+        num_collectors = max(args.num_collectors, 1)
+        game = np.arange(num_collectors * args.envs_per_collector).reshape(num_collectors, -1)
+        position = game[number] / (game.size - 1)
     return args.end_e ** (1 + args.epsilon_alpha * position)
 
 
@@ -429,10 +421,10 @@ def td_target(reward: Tensor, discount: Tensor, next_q_target: Tensor, next_q_on
 
 
 def progress_of(args: Args, global_step: int, seconds: float) -> float:
-    """Fraction of the run that is done; 1 or more ends it."""
+    """Fraction of the run that is done; 1 ends it."""
     by_steps = global_step / (args.total_timesteps or math.inf)
     by_seconds = seconds / (args.max_seconds or math.inf)
-    return max(by_steps, by_seconds)
+    return min(max(by_steps, by_seconds), 1)
 
 
 # --------------------------------------------------------------------------------------------------- collectors
@@ -446,8 +438,10 @@ STATISTICS = {  # of a game, and their names in TensorBoard
     "length": "charts/episodic_length",
     "return": "charts/episodic_return",
 }
-SECONDS = ["wait_seconds", "act_seconds", "env_seconds"]  # of a collector: pushing the block before, acting, playing
-COUNTED = ["steps", "blocks", "reads", "ring_fill", "weight_age", "games", *STATISTICS, *SECONDS]
+# What a collector tells of each step: the games that ended, their statistics, and how long it waited to push the step
+# before, acted and played. And what the learner counts.
+COLLECTED = ["games", *STATISTICS, "wait_seconds", "act_seconds", "env_seconds"]
+COUNTED = [*COLLECTED, "blocks", "reads", "ring_fill", "weight_age", "steps"]
 
 
 def block_fields(args: Args) -> Fields:
@@ -460,8 +454,7 @@ def block_fields(args: Args) -> Fields:
         "reward": (torch.float32, (games,)),
         "end": (torch.uint8, (games,)),
         "length": (torch.int64, (games,)),  # steps of the game, with this one
-        "statistics": (torch.float32, (games, len(STATISTICS))),
-        "seconds": (torch.float32, (len(SECONDS),)),
+        "counts": (torch.float64, (len(COLLECTED),)),
         "updates": (torch.int64, ()),  # before the weights were broadcast
     }
 
@@ -479,10 +472,10 @@ class Collector:
         self.broadcast = broadcast
         self.envs = make_envs(args, args.envs_per_collector, args.seed, start * args.envs_per_collector)
         self.obs = self.envs.reset()  # the environment's own buffer: every step overwrites it
-        self.q_network = QNetwork(args, torch.device("cpu")).requires_grad_(False)
+        self.q_network = QNetwork(args).requires_grad_(False)
         self.weights = broadcast.slots[0].clone()
         vector_to_parameters(self.weights, self.q_network.parameters())  # which are now views of it
-        self.actor = Actor(self.q_network, args.actions) if args.envs_per_collector == 1 else None
+        self.actor = None  # of one game
         self.version = -1  # of the weights
         self.updates = 0
         self.wait_seconds = 0.0  # of the last push
@@ -508,8 +501,8 @@ class Collector:
     def fetch_weights(self) -> None:
         if self.broadcast.version.item() != self.version:
             self.version, self.updates = self.broadcast.fetch(self.weights)
-            if self.actor is not None:
-                self.actor.update_kernels()
+            if self.args.envs_per_collector == 1:
+                self.actor = Actor(self.q_network, self.args.actions)
 
     def step(self) -> None:
         """One action in every game, and the block of it."""
@@ -537,10 +530,10 @@ class Collector:
             "reward": reward,
             "end": end,
             "length": info["length"],
-            "statistics": np.array([info[name] for name in STATISTICS]).T,
-            "seconds": (self.wait_seconds, act_time - start_time, env_time - act_time),
+            "counts": [*self.envs.finished, self.wait_seconds, act_time - start_time, env_time - act_time],
             "updates": self.updates,
         }
+        self.envs.finished[:] = 0
         start_time = time.perf_counter()
         while not self.ring.push(block) and not self.broadcast.is_over():
             time.sleep(0.0002)
@@ -559,17 +552,7 @@ class Collector:
         return action
 
 
-def count_blocks(stats: Counter, block: dict[str, Tensor]) -> None:
-    """Add what a collector tells in blocks (blocks, games, ...)."""
-    done = block["end"] != RUNNING
-    stats["reads"] += 1
-    stats["blocks"] += len(done)
-    stats["games"] += done.sum().item()
-    for names, values in ((SECONDS, block["seconds"]), (STATISTICS, block["statistics"][done])):
-        stats.update(dict(zip(names, values.sum(0).tolist())))
-
-
-def collection_means(stats: Counter) -> dict[str, float]:
+def collection_means(stats: dict) -> dict[str, float]:
     """Of the steps that `stats` counts."""
     reads = max(stats["reads"], 1)
     return {
@@ -596,32 +579,27 @@ class ReplayBuffer:
     BLOCK = 256
 
     def __init__(self, args: Args, device: torch.device) -> None:
-        zeros = partial(torch.zeros, device=device)
+        self.args = args
+        self.device = device
         self.num_games = max(args.num_collectors, 1) * args.envs_per_collector
         self.capacity = args.buffer_size // RANKS // self.num_games
-        self.stack = args.stack
-        self.size = args.size
-        self.n_step = args.n_step
-        self.alpha = args.alpha
-        self.device = device
         slots = self.num_games * self.capacity
         num_blocks = math.ceil(slots / self.BLOCK)
-        self.frame = zeros(slots, args.size**2, dtype=torch.uint8)
-        self.action = zeros(slots, dtype=torch.int8)
-        self.reward = zeros(slots)
-        self.end = torch.full((slots,), FINAL, dtype=torch.uint8, device=device)
-        self.priority = zeros(num_blocks * self.BLOCK)  # |TD error| ** alpha
-        self.max_priority = torch.ones((), device=device)
-        self.position = np.zeros(self.num_games, np.int64)  # slots ever written, per game
-        self.frame_ages = torch.arange(args.stack, device=device)
-        self.step_offsets = torch.arange(args.n_step, device=device)
-        self.discounts = args.gamma ** torch.arange(args.n_step + 1, device=device).float()
+        self.position = torch.zeros(self.num_games, dtype=torch.int64)  # slots ever written, per game
+        with device:
+            self.frame = torch.zeros(slots, args.size, args.size, dtype=torch.uint8)
+            self.action = torch.zeros(slots, dtype=torch.int8)
+            self.reward = torch.zeros(slots)
+            self.end = torch.full((slots,), FINAL, dtype=torch.uint8)
+            self.priority = torch.zeros(num_blocks * self.BLOCK)  # |TD error| ** alpha
+            self.max_priority = torch.ones(())
+            self.frame_ages = torch.arange(args.stack)
+            self.step_offsets = torch.arange(args.n_step)
+            self.discounts = args.gamma ** torch.arange(args.n_step + 1).float()
 
     def state_dict(self) -> dict[str, Tensor]:
-        names = ["frame", "action", "reward", "end", "priority", "max_priority"]
-        state = {name: getattr(self, name) for name in names}
-        state["position"] = torch.from_numpy(self.position)
-        return state
+        names = ["frame", "action", "reward", "end", "priority", "max_priority", "position"]
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
@@ -629,57 +607,52 @@ class ReplayBuffer:
                 raise ValueError("its replay needs the same --buffer-size, --num-collectors and --envs-per-collector")
             tensor.copy_(saved[name])
 
-    def slot(self, game: np.ndarray, position: np.ndarray) -> Tensor:
-        return torch.from_numpy(game * self.capacity + position % self.capacity)
+    def shift(self, slot: Tensor, steps: Tensor | int) -> Tensor:
+        """Slots of the same game `steps` later."""
+        position = slot % self.capacity
+        return slot - position + (position + steps) % self.capacity
 
     def add(self, first_game: int, block: dict[str, Tensor]) -> None:
         """Blocks (blocks, games, ...) of the collector whose first game is `first_game`."""
-        end = block["end"].numpy()
-        num_blocks, num_games = end.shape
-        done = end != RUNNING
-        is_first_step = block["length"].numpy() == 1
-        finals_before = done.cumsum(0) - done  # a finished game took one slot more
-        game = first_game + np.broadcast_to(np.arange(num_games), end.shape)
-        position = self.position[game] + np.arange(num_blocks)[:, None] + finals_before
-        slot_games = np.concatenate([game.ravel(), game[done]])  # of the steps, then of the final frames
-        slot_positions = np.concatenate([position.ravel(), position[done] + 1])
+        done = block["end"] != RUNNING
+        num_blocks, num_games = done.shape
+        game = torch.arange(first_game, first_game + num_games)
+        finals_before = done.cumsum(0) - done.long()  # a finished game took one slot more
+        position = self.position[game] + torch.arange(num_blocks)[:, None] + finals_before
+        step_slot = game * self.capacity + position % self.capacity
+        first_slot = step_slot[block["length"] == 1]  # of new games
+        final_slot = self.shift(step_slot[done], 1)
+        slot = torch.cat([step_slot.flatten(), final_slot])
         data = {
-            "frame": block["frame"].flatten(2).flatten(0, 1),
-            "final_frame": block["final_frame"][torch.from_numpy(done)].flatten(1),
+            "frame": block["frame"].flatten(0, 1),
+            "final_frame": block["final_frame"][done],
             "action": block["action"].flatten(),
             "reward": block["reward"].flatten(),
             "end": block["end"].flatten(),
-            "slot": self.slot(slot_games, slot_positions),
-            "incomplete_slot": self.slot(slot_games, slot_positions + self.stack - 1),  # older frames are overwritten
-            "complete_slot": self.slot(slot_games, slot_positions - self.n_step),  # the n-step successor is there
-            "last_slot": self.slot(game[is_first_step], position[is_first_step] - 1),
-            "second_last_slot": self.slot(game[is_first_step], position[is_first_step] - 2),
+            "step_slot": step_slot.flatten(),
+            "final_slot": final_slot,
+            "incomplete_slot": self.shift(slot, self.args.stack - 1),  # older frames are overwritten
+            "complete_slot": self.shift(slot, -self.args.n_step),  # the n-step successor is there
+            "last_slot": self.shift(first_slot, -1),
+            "second_last_slot": self.shift(first_slot, -2),
         }
         data = to_device(data, self.device)  # the only copy: each one would wait for the GPU
-        step_slot, final_slot = data["slot"].split([end.size, int(done.sum())])
+        step_slot = data["step_slot"]
+        final_slot = data["final_slot"]
         self.frame[step_slot] = data["frame"]
         self.frame[final_slot] = data["final_frame"]
         self.action[step_slot] = data["action"]
         self.reward[step_slot] = data["reward"]
         self.end[step_slot] = data["end"]
         self.end.index_fill_(0, final_slot, FINAL)
-        self.cut_games(data["last_slot"], data["second_last_slot"])
-        self.priority.index_fill_(0, data["slot"], 0)
+        # Before a new game are the last step and the final frame of the one before, or, if its collector died, two
+        # steps. Such a game is truncated: its last frame becomes the final one, the step before it the last step.
+        self.end.index_fill_(0, data["last_slot"], FINAL)
+        self.end[data["second_last_slot"]] = self.end[data["second_last_slot"]].clamp(min=TRUNCATED)
         self.priority.index_fill_(0, data["incomplete_slot"], 0)
         complete_slot = data["complete_slot"]
         self.priority[complete_slot] = self.max_priority * (self.end[complete_slot] != FINAL)
-        self.position[first_game : first_game + num_games] += num_blocks + done.sum(0)
-
-    def cut_games(self, last_slot: Tensor, second_last_slot: Tensor) -> None:
-        """Truncate games whose collector died: their last step before a new game is RUNNING, and no frame follows.
-
-        So its frame becomes the final one, and the step before it the last step of the game.
-        """
-        last_end = self.end[last_slot]
-        second_last_end = self.end[second_last_slot]
-        is_cut = last_end == RUNNING
-        self.end[last_slot] = last_end.masked_fill(is_cut, FINAL)
-        self.end[second_last_slot] = torch.where(is_cut, second_last_end.clamp(min=TRUNCATED), second_last_end)
+        self.position[game] += num_blocks + done.sum(0)
 
     def sample_slots(self, batch_size: int, generator: torch.Generator) -> Tensor:
         """Slots drawn by priority, one from each of `batch_size` equal parts of the sum of priorities."""
@@ -696,20 +669,18 @@ class ReplayBuffer:
         slot_in_block = (slot_end <= target_in_block[:, None]).sum(1)
         return block * self.BLOCK + slot_in_block
 
-    def stack_frames(self, first_slot: Tensor, position: Tensor) -> Tensor:
-        """Observations (B, stack, size, size) at these positions of the games whose slots begin at `first_slot`."""
-        older_slot = first_slot[:, None] + (position[:, None] - self.frame_ages[1:]) % self.capacity
+    def stack_frames(self, slot: Tensor) -> Tensor:
+        """Observations (B, stack, size, size) whose newest frames are in these slots."""
+        older_slot = self.shift(slot[:, None], -self.frame_ages[1:])
         frames_before = (self.end[older_slot] != FINAL).cumprod(1).sum(1)  # of the same game
         age = self.frame_ages.minimum(frames_before[:, None]).flip(1)  # a new game's stack is filled with its first
-        slot = first_slot[:, None] + (position[:, None] - age) % self.capacity
+        slot = self.shift(slot[:, None], -age)
         frames = self.frame.index_select(0, slot.flatten())
-        return frames.view(-1, self.stack, self.size, self.size)
+        return frames.unflatten(0, slot.shape)
 
     def transitions_at(self, slot: Tensor) -> list[Tensor]:
         """obs, action, reward, discount and next_obs of the n-step transitions that start at these slots (B,)."""
-        position = slot % self.capacity
-        first_slot = slot - position
-        step_slot = first_slot[:, None] + (position[:, None] + self.step_offsets) % self.capacity  # (B, n)
+        step_slot = self.shift(slot[:, None], self.step_offsets)  # (B, n)
         end = self.end[step_slot]
         is_running = (end == RUNNING)[:, :-1]
         in_return = F.pad(is_running.cumprod(1), (1, 0), value=1)  # 1 up to the first end
@@ -717,9 +688,8 @@ class ReplayBuffer:
         reward = (self.reward[step_slot] * in_return * self.discounts[:-1]).sum(1)
         last_end = end.gather(1, num_steps[:, None] - 1).squeeze(1)
         discount = self.discounts[num_steps] * (last_end != TERMINATED)
-        both_slots = torch.cat([first_slot, first_slot])
-        both_positions = torch.cat([position, position + num_steps])
-        obs, next_obs = self.stack_frames(both_slots, both_positions).split(len(slot))
+        both_slots = torch.cat([slot, self.shift(slot, num_steps)])
+        obs, next_obs = self.stack_frames(both_slots).split(len(slot))
         return [obs, self.action[slot], reward, discount, next_obs]
 
     def sample(self, batch_size: int, generator: torch.Generator, beta: Tensor) -> list[Tensor]:
@@ -731,14 +701,12 @@ class ReplayBuffer:
 
     def update_priorities(self, slot: Tensor, td_error: Tensor) -> None:
         """New transitions get the highest priority so far."""
-        priority = (td_error.abs().nan_to_num(0, 0) + 1e-3) ** self.alpha
+        priority = (td_error.abs().nan_to_num(0, 0) + 1e-3) ** self.args.alpha
         self.priority[slot] = priority
         self.max_priority.copy_(torch.maximum(self.max_priority, priority.max()))
 
 
 # -------------------------------------------------------------------------------------------------- the learner
-
-LOSSES = ["td_loss", "q_values"]
 
 
 class Learner:
@@ -746,12 +714,9 @@ class Learner:
 
     def __init__(self, args: Args, seed: int, device: torch.device, dtype: torch.dtype) -> None:
         self.args = args
-        self.device = device
-        self.dtype = dtype
         self.batch_size = args.batch_size // RANKS
-        self.q_network = QNetwork(args, device)
-        self.target_network = QNetwork(args, device).requires_grad_(False)
-        self.target_network.load_state_dict(self.q_network.state_dict())
+        self.q_network = QNetwork(args).to(device)
+        self.target_network = deepcopy(self.q_network).requires_grad_(False)
         self.weights = list(self.q_network.parameters())
         self.target_weights = list(self.target_network.parameters())
         self.optimizer = torch.optim.AdamW(
@@ -761,11 +726,14 @@ class Learner:
             fused=True,
             capturable=args.cudagraph,
         )
+        # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
+        is_half = dtype != torch.float32
+        self.autocast = partial(torch.autocast, device.type, dtype, enabled=is_half, cache_enabled=False)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.replay = ReplayBuffer(args, device)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.beta = torch.tensor(args.beta, device=device)
-        self.loss_sum = torch.zeros(len(LOSSES), device=device)  # since the last log
+        self.loss_sum = torch.zeros(2, device=device)  # and of mean Q-values, since the last log
         self.updates = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -789,13 +757,8 @@ class Learner:
     def flat_weights(self) -> Tensor:
         return parameters_to_vector(self.weights).detach()
 
-    def autocast(self):
-        # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
-        enabled = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype, enabled=enabled, cache_enabled=False)
-
     def td_loss(self, obs, action, reward, discount, next_obs, importance) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss, the means that LOSSES names, and the TD errors."""
+        """The loss, its value and the mean Q-value, and the TD errors."""
         with torch.no_grad():
             next_x = self.q_network.preprocess(next_obs)
             with self.autocast():
@@ -839,9 +802,8 @@ class Learner:
     def compile(self) -> None:
         """torch.compile, and one call here rather than in the timed loop."""
         self.td_loss = torch.compile(self.td_loss, mode=self.args.compile_mode)
-        slot = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
-        importance = torch.zeros(self.batch_size, device=self.device)
-        self.td_loss(*self.replay.transitions_at(slot), importance)[0].backward()
+        slot = torch.zeros(self.batch_size, dtype=torch.int64, device=self.replay.device)
+        self.td_loss(*self.replay.transitions_at(slot), importance=slot.float())[0].backward()
 
 
 # --------------------------------------------------------------------------------------------------- evaluation
@@ -866,17 +828,16 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
             obs, _, terminated, truncated, info = envs.step(action)
             done = (terminated | truncated)[playing]
             for lane in playing[done]:
-                games.append([info[name][lane] for name in STATISTICS])
+                games.append([info[name][lane] for name in ("distance", "flag", "score")])
             playing = playing[~done]
         del envs  # frees the emulator: a process can hold only one
-    distance, flag, score, _, episodic_return = np.array(games, float).T
+    distance, flag, score = np.array(games, float).T
     return {
         "eval_score_mean": score.mean().item(),
         "eval_score_median": np.median(score).item(),
         "eval_score_max": score.max().item(),
         "eval_flags": flag.mean().item(),
         "eval_distance_mean": distance.mean().item(),
-        "eval_return_mean": episodic_return.mean().item(),
         "eval_episodes": episodes,
     }
 
@@ -980,6 +941,20 @@ class PhaseTimer:
         del self.laps[:-1]
         self.total += seconds
         return seconds
+
+
+def throughput(env_steps: int, updates: float, batch_size: int, phases: Counter) -> dict[str, float]:
+    """Rates of `env_steps` steps and `updates` on `batch_size` samples each, in the seconds of `phases`."""
+    seconds = sum(phases.values()) or math.inf
+    samples = updates * batch_size
+    return {
+        "env_steps_per_second": env_steps / seconds,
+        "updates_per_second": updates / seconds,
+        "samples_per_second": samples / seconds,
+        "replay_ratio": samples / max(env_steps, 1),
+        "rollout_fraction": 1 - phases["learn"] / seconds,
+        "train_fraction": phases["learn"] / seconds,
+    }
 
 
 def catch_signals() -> list[int]:
@@ -1135,7 +1110,7 @@ def main(args: Args) -> dict:
             return train(args, device, dtype, cleanup)
 
     path, checkpoint = load_checkpoint(args)
-    q_network = QNetwork(args, device)
+    q_network = QNetwork(args).to(device)
     try:
         q_network.load_state_dict(checkpoint["q_network"])
     except Exception as error:
@@ -1160,7 +1135,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     global_step = 0  # transitions in the replay, ever
     samples_due = 0.0  # by the replay ratio, and not yet learned
     seconds_before = 0.0  # of the run that is resumed
-    games_of = [device.type, args.num_collectors, args.envs_per_collector]
     same_games = False
     folder = Path(args.run_dir) / (args.run_name or f"{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
     if args.resume is not None:
@@ -1168,10 +1142,10 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
         folder = path.parent
         global_step = checkpoint["global_step"]
         seconds_before = checkpoint["elapsed"]
-        can_continue = args.checkpoint_replay and "collector" in checkpoint
-        same_games = can_continue and checkpoint.get("games_of") == games_of
+        if args.checkpoint_replay and args.num_collectors == 0:
+            same_games = checkpoint.get("games_on") == device.type
     progress = progress_of(args, global_step, seconds_before)
-    if progress >= 1:
+    if progress == 1:
         fail(f"--resume {args.resume}: the run is over; a larger --total-timesteps or --max-seconds works")
 
     seed = args.seed
@@ -1221,7 +1195,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
 
     # --- collecting -----------------------------------------------------------------------------------------------
     timer = PhaseTimer(device)
-    stats = Counter()  # of this process, since the last log
+    stats = torch.zeros(len(COUNTED), dtype=torch.float64)  # of this process, since the last log
     total = Counter()  # over all processes, until the last log
 
     def produced():
@@ -1237,9 +1211,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             if blocks == 0:
                 continue
             replay.add(number * num_games, block)
-            count_blocks(stats, block)
-            stats["ring_fill"] += blocks / args.ring_blocks
-            stats["weight_age"] += learner.updates - block["updates"][-1].item()
+            weight_age = learner.updates - block["updates"][-1]
+            counts = [*block["counts"].sum(0), blocks, 1, blocks / args.ring_blocks, weight_age]
+            stats[:-1] += torch.tensor(counts)
             ring.release(blocks)
             new_steps += blocks * num_games
         return new_steps
@@ -1267,12 +1241,12 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             "global_step": global_step,
             "samples_due": samples_due,
             "elapsed": seconds,
-            "games_of": games_of,
         }
         if args.checkpoint_replay:
             state["replay"] = replay.state_dict()
             if collector is not None:
                 state["collector"] = collector.state_dict()
+                state["games_on"] = device.type
         if RANK == 0:
             save_checkpoint(folder / "checkpoint.pt", state)
 
@@ -1296,7 +1270,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     while True:
         # 1 act and step: collectors do it meanwhile; without any, this process does
         steps_before = produced()
-        broadcast.progress.fill_(min(progress, 1))
+        broadcast.progress.fill_(progress)
         if collector is not None and samples_due < samples_per_update:
             collector.step()
             timer.lap("rollout")
@@ -1320,7 +1294,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
 
         # 3 learn
         if samples_due >= samples_per_update:
-            learner.learn(min(progress, 1))
+            learner.learn(progress)
             samples_due -= samples_per_update
             if learner.updates % args.sync_every == 0:
                 publisher.publish(learner.flat_weights(), learner.updates)
@@ -1329,10 +1303,10 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             time.sleep(0.001)
             timer.lap("wait")
         publisher.poll()
-        stats["steps"] += produced() - steps_before  # those of evaluations do not count, as their seconds
+        stats[-1] += produced() - steps_before  # those of evaluations do not count, as their seconds
 
         # 4 log, evaluate, save
-        is_last = progress >= 1 or stop
+        is_last = progress == 1 or stop
         if is_last:
             collectors.stop()
             _, _, last_steps = clock(store() + store())  # a ring is read up to its edge, then from its start
@@ -1340,57 +1314,54 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             timer.lap()
         if is_last or seconds >= last_log + args.log_every:
             last_log = seconds
-            counted = torch.tensor([stats[name] for name in COUNTED], dtype=torch.float64)
-            log_stats = Counter(dict(zip(COUNTED, (mean_over_ranks(counted) * RANKS).tolist())))
+            log_stats = dict(zip(COUNTED, (mean_over_ranks(stats) * RANKS).tolist()))
             total.update(log_stats)
-            stats.clear()
+            stats.zero_()
             phases = timer.read()
-            log_seconds = sum(phases.values())
-            new_steps = log_stats["steps"]
             new_updates = learner.updates - logged_updates
-            new_samples = new_updates * samples_per_update
             logged_updates = learner.updates
-            losses = (mean_over_ranks(learner.loss_sum) / max(new_updates, 1)).tolist()
+            td_loss, q_values = (mean_over_ranks(learner.loss_sum) / max(new_updates, 1)).tolist()
             learner.loss_sum.zero_()
+            rates = throughput(log_stats["steps"], new_updates, samples_per_update, phases)
             collected = collection_means(log_stats)
             collected["produced"] = first_step + round(clock(produced())[2] * RANKS)
             collected["stored"] = global_step
             blocks = max(log_stats["blocks"], 1)
-            games = max(log_stats["games"], 1)
             scalars = {
-                "charts/SPS": new_steps / log_seconds,
-                "charts/updates_per_second": new_updates / log_seconds,
-                "charts/samples_per_second": new_samples / log_seconds,
-                "charts/replay_ratio": new_samples / max(new_steps, 1),
+                "charts/SPS": rates["env_steps_per_second"],
+                "charts/updates_per_second": rates["updates_per_second"],
+                "charts/samples_per_second": rates["samples_per_second"],
+                "charts/replay_ratio": rates["replay_ratio"],
                 "losses/learning_rate": learner.optimizer.param_groups[0]["lr"].item(),
-                "perf/rollout_fraction": 1 - phases["learn"] / log_seconds,
+                "perf/rollout_fraction": rates["rollout_fraction"],
                 "perf/act_ms": 1000 * log_stats["act_seconds"] / blocks,
                 "perf/env_ms": 1000 * log_stats["env_seconds"] / blocks,
             }
             if log_stats["games"]:
                 for name, tag in STATISTICS.items():
-                    scalars[tag] = log_stats[name] / games
+                    scalars[tag] = log_stats[name] / log_stats["games"]
             if new_updates:
-                for name, loss in zip(LOSSES, losses):
-                    scalars[f"losses/{name}"] = loss
+                scalars["losses/td_loss"] = td_loss
+                scalars["losses/q_values"] = q_values
             for phase, phase_seconds in phases.items():
-                scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * num_games / max(new_steps, 1)
+                scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * num_games / max(log_stats["steps"], 1)
             for name, value in collected.items():
                 scalars[f"collect/{name}"] = value
             if RANK == 0:
                 for name, value in scalars.items():
                     writer.add_scalar(name, value, global_step)
             line = f"[COLLECT] produced {collected['produced']:,}  stored {global_step:,}"
-            line += f"  SPS {scalars['charts/SPS']:,.0f}  waiting {collected['producer_wait_ms_mean']:.1f} ms"
+            line += f"  SPS {rates['env_steps_per_second']:,.0f}  waiting {collected['producer_wait_ms_mean']:.1f} ms"
             line += f"  weights {collected['weight_age']:.1f} updates old"
-            line += f"  distance {log_stats['distance'] / games:.0f}  flags {log_stats['flag'] / games:.0%}\n"
-            line += f"[TRAIN]   {min(progress, 1):4.0%}  updates {learner.updates:,}"
-            line += f"  updates/s {scalars['charts/updates_per_second']:.1f}"
-            line += f"  ratio {scalars['charts/replay_ratio']:.2f}  loss {losses[0]:.4f}  q {losses[1]:.2f}"
+            line += f"  distance {scalars.get('charts/distance', math.nan):.0f}"
+            line += f"  flags {scalars.get('charts/flags', math.nan):.0%}\n"
+            line += f"[TRAIN]   {progress:4.0%}  updates {learner.updates:,}"
+            line += f"  updates/s {rates['updates_per_second']:.1f}"
+            line += f"  ratio {rates['replay_ratio']:.2f}  loss {td_loss:.4f}  q {q_values:.2f}"
             line += f"  greedy flags {scores.get('eval_flags', math.nan):.0%}"
             print(line)
-            if not math.isfinite(losses[0]):
-                fail(f"--learning-rate {args.learning_rate:g}: the loss is {losses[0]}; a lower one works")
+            if not math.isfinite(td_loss):
+                fail(f"--learning-rate {args.learning_rate:g}: the loss is {td_loss}; a lower one works")
             timer.lap("log")
         if is_last:
             break
@@ -1409,10 +1380,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     save()
     if RANKS > 1:
         dist.destroy_process_group()
-    new_steps = total["steps"]
-    new_updates = learner.updates - first_update
-    new_samples = new_updates * samples_per_update
-    busy_seconds = sum(timer.total.values()) or math.inf
     summary = {
         "script": SCRIPT,
         "device": device_name,
@@ -1421,12 +1388,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
         "cudagraph": args.cudagraph,
         "env_steps": global_step,
         "wall_seconds": seconds,
-        "env_steps_per_second": new_steps / busy_seconds,
-        "updates_per_second": new_updates / busy_seconds,
-        "samples_per_second": new_samples / busy_seconds,
-        "replay_ratio": new_samples / max(new_steps, 1),
-        "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
-        "train_fraction": timer.total["learn"] / busy_seconds,
+        **throughput(total["steps"], learner.updates - first_update, samples_per_update, timer.total),
         **collected,
         **collection_means(total),
         **scores,

@@ -26,7 +26,7 @@ def collector_rates(env_id: str, widths: tuple[int, ...], seconds: float) -> lis
     for width in widths:
         flags = {"env_id": env_id, "envs_per_collector": width, "num_collectors": 1, "noop_max": 0}
         args = script.fill_defaults(script.Args(device="cpu", **flags), cpu)
-        weights = torch.cat([weight.detach().flatten() for weight in script.QNetwork(args, cpu).parameters()])
+        weights = torch.cat([weight.detach().flatten() for weight in script.QNetwork(args).parameters()])
         ring = script.Ring(args.ring_blocks, script.block_fields(args))
         broadcast = script.Broadcast(weights)
         broadcast.progress.fill_(0.5)  # exploration at its final value
@@ -282,10 +282,9 @@ def first_reading_above(curve: list[list[float]], limit: float) -> str:
 def real_game_ends(run: str, games: int) -> list[list]:
     """Greedy games of a trained agent: distance in pixels, and "flag", "dead" or "stuck"."""
     script = dqn_mario_async
-    cpu = torch.device("cpu")
     _, checkpoint = script.load_checkpoint(script.Args(evaluate=run))
     args = script.Args(**checkpoint["args"])
-    q_network = script.QNetwork(args, cpu)
+    q_network = script.QNetwork(args)
     q_network.load_state_dict(checkpoint["q_network"])
     envs = script.make_envs(args, 1, script.EVAL_SEED)
     obs = envs.reset()

@@ -471,7 +471,7 @@ class MarioView(torch.nn.Module):
     def __init__(self, space: gymnasium.spaces.Box) -> None:
         super().__init__()
         args = dqn_mario_async.Args(dueling=False, stack=space.shape[0], size=space.shape[1])
-        self.trunk = dqn_mario_async.QNetwork(args, torch.device("cpu"))
+        self.trunk = dqn_mario_async.QNetwork(args)
         self.trunk.head = torch.nn.Identity()
         self.features_dim = args.hidden_size
 

@@ -51,6 +51,12 @@ class Device(str):
         device.type = getattr(name, "type", name).split(":")[0]
         return device
 
+    def __enter__(self) -> None:
+        pass  # tensors lie on the CPU as it is
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
 
 class Autocast(torch.autocast):
     def __init__(self, device_type: str, *args: Any, **options: Any) -> None:

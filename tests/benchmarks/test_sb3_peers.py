@@ -81,7 +81,7 @@ def test_mario_agents_learn(name: str) -> None:
 def test_mario_network_is_ours_without_its_head() -> None:
     torch.manual_seed(1)
     args = dqn_mario_async.Args(dueling=False)
-    ours, space = dqn_mario_async.QNetwork(args, CPU), gymnasium.spaces.Box(0, 255, (4, 84, 84), "uint8")
+    ours, space = dqn_mario_async.QNetwork(args), gymnasium.spaces.Box(0, 255, (4, 84, 84), "uint8")
     theirs = sb3_peers.MarioView(space)
     theirs.trunk.load_state_dict({k: v for k, v in ours.state_dict().items() if "head" not in k})
     obs = torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
