@@ -568,6 +568,8 @@ def catch_signals() -> list[int]:
 
 def join_ranks() -> None:
     """Connect the processes of a torchrun job; only rank 0 prints."""
+    if RANKS == 1:
+        return
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
     if torch.cuda.is_available():
@@ -711,8 +713,7 @@ def main(args: Args) -> dict:
 
 def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     start_time = time.perf_counter()
-    if RANKS > 1:
-        join_ranks()
+    join_ranks()
     signals = catch_signals()
 
     # --- network and games, new or from a checkpoint --------------------------------------------------------------
@@ -737,7 +738,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         fail(f"--resume {args.resume}: the run is over; a larger --total-timesteps or --max-seconds works")
 
     seed = args.seed
-    if global_step + RANK > 0:
+    if not same_games and global_step + RANK > 0:
         seed = lane_key(seed, global_step + RANK) % EVAL_SEED  # games and noise that no process has had
     num_envs = args.num_envs // RANKS
     envs = make_envs(args, num_envs, device, seed)

@@ -456,6 +456,8 @@ def catch_signals() -> list[int]:
 
 def join_ranks() -> None:
     """Connect the processes of a torchrun job; only rank 0 prints."""
+    if RANKS == 1:
+        return
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
     if torch.cuda.is_available():
@@ -599,8 +601,7 @@ def main(args: Args) -> dict:
 
 def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     start_time = time.perf_counter()
-    if RANKS > 1:
-        join_ranks()
+    join_ranks()
     signals = catch_signals()
 
     # --- network and games, new or from a checkpoint --------------------------------------------------------------
@@ -621,7 +622,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         fail(f"--resume {args.resume}: the run is over; a larger --total-timesteps or --max-seconds works")
 
     seed = args.seed
-    if global_step + RANK > 0:
+    if not same_games and global_step + RANK > 0:
         seed = lane_key(seed, global_step + RANK) % EVAL_SEED  # games and noise that no process has had
     num_envs = args.num_envs // RANKS
     envs = make_envs(args, num_envs, device, seed)
@@ -670,10 +671,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {args.threads} threads"
     precision = str(dtype).removeprefix("torch.")
     print(f"{folder} on {RANKS} x {device_name} in {precision}")
-    print(
-        f"{args.num_envs} games; {args.update_epochs * args.num_minibatches} updates on {samples_per_update} steps "
-        f"after every {batch_size * RANKS} (replay ratio {args.update_epochs})"
-    )
+    print(f"{args.num_envs} games; {args.update_epochs} x {args.num_minibatches} updates on {samples_per_update} steps")
 
     # --- collecting -----------------------------------------------------------------------------------------------
     timer = PhaseTimer(device)
@@ -803,8 +801,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             learning_rate.fill_(args.learning_rate * 0.01 ** min(progress, 1))
         ent_coef.fill_(args.ent_coef * max(1 - progress, 0))
         for _ in range(args.update_epochs):
-            order = torch.randperm(batch_size, generator=generator, device=device)
-            for minibatch in order.split(minibatch_size):
+            for minibatch in torch.randperm(batch_size, generator=generator, device=device).split(minibatch_size):
                 index.copy_(minibatch)
                 update()
                 updates += 1
