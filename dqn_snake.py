@@ -649,7 +649,7 @@ def load_checkpoint(args: Args) -> tuple:
             value = checkpoint["args"][field.name]
             if value not in get_args(field.type) and not isinstance(value, field.type):
                 raise ValueError(f"its {field.name} is {value}")
-        if min(checkpoint[name] for name in ("global_step", "updates", "samples_due", "elapsed")) < 0:
+        if min(checkpoint["global_step"], checkpoint["samples_due"], checkpoint["elapsed"]) < 0:
             raise ValueError("its counters are negative")
     except Exception as error:
         problem = f"{path} cannot be loaded ({type(error).__name__}: {error})"
@@ -718,7 +718,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
 
     # --- network and games, new or from a checkpoint --------------------------------------------------------------
     global_step = 0
-    updates = 0
     samples_due = 0.0  # by the replay ratio, and not yet learned
     seconds_before = 0.0  # of the run that is resumed
     same_games = False
@@ -727,7 +726,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         path, checkpoint = load_checkpoint(args)
         folder = path.parent
         global_step = checkpoint["global_step"]
-        updates = checkpoint["updates"]
         samples_due = checkpoint["samples_due"]
         seconds_before = checkpoint["elapsed"]
         same_games = checkpoint.get("games_of") == [device.type, args.num_envs, 1]
@@ -759,7 +757,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             target_network.load_state_dict(checkpoint["target_network"])
             optimizer.load_state_dict(checkpoint["optimizer"])
             optimizer.param_groups[0].update(lr=learning_rate, capturable=args.cudagraph)
-            for weight, moments in optimizer.state.items():  # fused Adam would read others past their end
+            for weight, moments in optimizer.state.items():  # fused Adam would read past the end of a smaller one
                 if not moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape:
                     raise ValueError("Adam's moments have other shapes than the weights")
             scaler.load_state_dict(checkpoint["scaler"])
@@ -778,13 +776,13 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
     attention = SDPA_BACKENDS[args.sdpa]
-    try:
-        with autocast(), sdpa_kernel(attention):
-            q_network(obs[:1])
-    except RuntimeError as error:
-        problem = f"does not run here in {dtype} with --hidden-size {args.hidden_size} ({error})"
-        fail(f"--sdpa {args.sdpa}: {problem}; auto and a multiple of {AttentionLayer.HEADS} work")
-
+    if args.network == "attention":
+        try:
+            with autocast(), sdpa_kernel(attention):
+                q_network(obs[:1])
+        except RuntimeError as error:
+            problem = f"does not run here in {dtype} with --hidden-size {args.hidden_size} ({error})"
+            fail(f"--sdpa {args.sdpa}: {problem}; auto and a multiple of {AttentionLayer.HEADS} work")
     epsilon = torch.tensor(args.start_e, device=device)
     loss_sum = torch.zeros(len(LOSSES), device=device)  # since the last log
 
@@ -876,7 +874,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             "optimizer": optimizer.state_dict(),
             "scaler": scaler.state_dict(),
             "global_step": global_step,
-            "updates": updates,
             "samples_due": samples_due,
             "elapsed": seconds,
             "games_of": [device.type, args.num_envs, RANKS],
@@ -894,7 +891,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 writer.add_scalar(name.replace("eval_", "eval/"), value, global_step)
 
     first_step = logged_step = global_step
-    first_update = logged_updates = updates
+    updates = logged_updates = 0
     transitions_stored = replay.size.item() * args.num_envs
     scores = {}
     seconds, stop = clock()
@@ -934,8 +931,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             logged_step = global_step
             logged_updates = updates
             rates = throughput(new_steps, new_updates, args.batch_size, phases)
-            finished = mean_over_ranks(envs.finished) * RANKS  # games, and sums of their score, length and return
-            games, score, length, episodic_return = (finished / finished[0].clamp(min=1)).tolist()
+            finished = mean_over_ranks(envs.finished)  # games, and sums of their score, length and return
+            games, score, length, episodic_return = (finished / finished[0].clamp(min=1e-9)).tolist()
             losses = (mean_over_ranks(loss_sum) / max(new_updates, 1)).tolist()
             envs.finished.zero_()
             loss_sum.zero_()
@@ -990,7 +987,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         "sdpa": args.sdpa if args.network == "attention" else None,
         "env_steps": global_step,
         "wall_seconds": seconds,
-        **throughput(global_step - first_step, updates - first_update, args.batch_size, timer.total),
+        **throughput(global_step - first_step, updates, args.batch_size, timer.total),
         **scores,
     }
     if RANK > 0:

@@ -638,7 +638,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             agent.load_state_dict(checkpoint["agent"])
             optimizer.load_state_dict(checkpoint["optimizer"])
             optimizer.param_groups[0].update(lr=learning_rate, capturable=args.cudagraph)
-            for weight, moments in optimizer.state.items():  # fused Adam would read others past their end
+            for weight, moments in optimizer.state.items():  # fused Adam would read past the end of a smaller one
                 if not moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape:
                     raise ValueError("Adam's moments have other shapes than the weights")
             scaler.load_state_dict(checkpoint["scaler"])
@@ -817,8 +817,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             logged_step = global_step
             logged_updates = updates
             rates = throughput(new_steps, new_updates, samples_per_update, phases)
-            finished = mean_over_ranks(envs.finished) * RANKS  # games, and sums of their score, length and return
-            games, score, length, episodic_return = (finished / finished[0].clamp(min=1)).tolist()
+            finished = mean_over_ranks(envs.finished)  # games, and sums of their score, length and return
+            games, score, length, episodic_return = (finished / finished[0].clamp(min=1e-9)).tolist()
             losses = (mean_over_ranks(loss_sum) / new_updates).tolist()
             envs.finished.zero_()
             loss_sum.zero_()
