@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -47,7 +47,7 @@ from envs.snake.view import EgocentricView
 from envs.streams import lane_key
 
 SCRIPT = Path(__file__).stem
-CHECKPOINT_VERSION = 4
+CHECKPOINT_VERSION = 5
 EVAL_SEED = 2**31  # above every --seed
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these four
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
@@ -153,23 +153,13 @@ class Args:
 
 
 NOT_RESUMED = ["run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"]
-AT_MOST_1 = ["gamma", "tau", "start_e", "end_e", "exploration_fraction"]
-MAY_BE_0 = [
-    "seed",
-    "learning_starts",
-    "eval_every",
-    "checkpoint_every",
-    "gamma",
-    "start_e",
-    "end_e",
-    "exploration_fraction",
-]
-HIGHEST = dict.fromkeys(AT_MOST_1, 1) | {"seed": EVAL_SEED - 1, "threads": 256, "eval_episodes": 100_000}
+FRACTIONS = ["gamma", "start_e", "end_e", "exploration_fraction"]
+MAY_BE_0 = ["seed", "learning_starts", "eval_every", "checkpoint_every", *FRACTIONS]
+HIGHEST = dict.fromkeys(["tau", *FRACTIONS], 1) | {"seed": EVAL_SEED - 1, "threads": 256, "eval_episodes": 100_000}
 
 
 def fill_defaults(args: Args, device: torch.device) -> Args:
-    """A copy of `args` with every default filled in. Ends the program if a flag cannot work."""
-    args = replace(args)
+    """Fills in the defaults of `args`. Ends the program if a flag cannot work."""
     on_cuda = device.type == "cuda"
     if args.num_envs is None:
         args.num_envs = 16_384 if on_cuda else 128
@@ -197,14 +187,11 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         args.learning_rate = 1e-3 * math.sqrt(scale)
     if args.tau is None:
         args.tau = 1 - 0.99**scale
-    rules_of(args)
     for name in ("num_envs", "batch_size"):
         if getattr(args, name) % RANKS:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be a multiple of the {RANKS} processes")
     if args.num_envs > args.buffer_size:
         fail(f"--num-envs {args.num_envs}: one step of every game must fit in --buffer-size {args.buffer_size}")
-    if args.network == "attention" and args.hidden_size % AttentionLayer.HEADS:
-        fail(f"--hidden-size {args.hidden_size}: attention needs a multiple of {AttentionLayer.HEADS}")
     if args.sdpa != "auto" and args.network != "attention":
         fail(f"--sdpa {args.sdpa}: needs --network attention")
     if args.checkpoint_replay and RANKS > 1:
@@ -243,16 +230,16 @@ def make_envs(args: Args, num_envs: int, device: torch.device, seed: int) -> Sna
 class MLP(nn.Module):
     """Two layers over the features of the view."""
 
-    def __init__(self, view: EgocentricView, width: int, device: torch.device) -> None:
+    def __init__(self, view: EgocentricView, width: int) -> None:
         super().__init__()
         num_inputs = 3 * view.num_features
         bound = num_inputs**-0.5
-        self.features = nn.Linear(num_inputs, width, device=device)
-        self.food = nn.Embedding(view.side**2, width, device=device)  # a one-hot input, without the zeros
+        self.features = nn.Linear(num_inputs, width)
+        self.food = nn.Embedding(view.side**2, width)  # a one-hot input, without the zeros
         nn.init.uniform_(self.food.weight, -bound, bound)  # as nn.Linear does
-        self.norm1 = nn.LayerNorm(width, device=device)
-        self.norm2 = nn.LayerNorm(width, device=device)
-        self.hidden = nn.Linear(width, width, device=device)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.hidden = nn.Linear(width, width)
 
     def forward(self, features: Tensor, food_position: Tensor) -> Tensor:
         x = self.features(features.flatten(1))
@@ -275,24 +262,20 @@ class AttentionLayer(nn.Module):
 
     HEADS = 4
 
-    def __init__(self, width: int, sdpa: str, device: torch.device) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.backends = SDPA_BACKENDS[sdpa]
-        self.norm1 = nn.LayerNorm(width, device=device)
-        self.norm2 = nn.LayerNorm(width, device=device)
-        self.q = nn.Linear(width, width, device=device)
-        self.kv = nn.Linear(width, 2 * width, device=device)
-        self.out = nn.Linear(width, width, device=device)
-        self.up = nn.Linear(width, 2 * width, device=device)
-        self.down = nn.Linear(2 * width, width, device=device)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor, query: Tensor) -> Tensor:
         q = self.q(self.norm1(query)).unflatten(2, (self.HEADS, -1)).transpose(1, 2)
         k, v = self.kv(self.norm1(x)).unflatten(2, (2, self.HEADS, -1)).permute(2, 0, 3, 1, 4)
-        # Evaluation is in fp32, for which flash and cuDNN have no kernel on CUDA.
-        backends = self.backends if self.training else SDPA_BACKENDS["auto"]
-        with sdpa_kernel(backends):
-            attended = F.scaled_dot_product_attention(q, k, v)
+        attended = F.scaled_dot_product_attention(q, k, v)
         query = query + self.out(attended.transpose(1, 2).flatten(2))
         return query + self.down(F.relu_(self.up(self.norm2(query))))
 
@@ -300,14 +283,14 @@ class AttentionLayer(nn.Module):
 class Transformer(nn.Module):
     """A token for every cell of the board. In the second layer only the head's token queries, which halves the time."""
 
-    def __init__(self, view: EgocentricView, width: int, sdpa: str, device: torch.device) -> None:
+    def __init__(self, view: EgocentricView, width: int) -> None:
         super().__init__()
-        self.code = nn.Embedding(10, width, device=device)
-        self.position = nn.Embedding(view.side**2, width, device=device)
-        self.food = nn.Embedding(view.side**2, width, device=device)
-        self.layer1 = AttentionLayer(width, sdpa, device)
-        self.layer2 = AttentionLayer(width, sdpa, device)
-        self.norm = nn.LayerNorm(width, device=device)
+        self.code = nn.Embedding(10, width)
+        self.position = nn.Embedding(view.side**2, width)
+        self.food = nn.Embedding(view.side**2, width)
+        self.layer1 = AttentionLayer(width)
+        self.layer2 = AttentionLayer(width)
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, codes: Tensor, positions: Tensor, head: Tensor, food_position: Tensor) -> Tensor:
         x = self.code(codes) + self.position(positions)
@@ -325,20 +308,19 @@ class QNetwork(nn.Module):
     ahead and right there. A reversal means to go ahead, so it has the same value.
     """
 
-    LEFT, AHEAD, RIGHT = 0, 1, 2
-
     def __init__(self, args: Args, device: torch.device) -> None:
         super().__init__()
         view = EgocentricView(rules_of(args).board, device)
         if args.network == "attention":
             self.preprocess = view.tokens
-            self.trunk = Transformer(view, args.hidden_size, args.sdpa, device)
+            self.trunk = Transformer(view, args.hidden_size)
         else:
             self.preprocess = view.features
-            self.trunk = MLP(view, args.hidden_size, device)
-        self.head = nn.Linear(args.hidden_size, 3, device=device)
-        output_of_turn = torch.tensor([self.AHEAD, self.RIGHT, self.AHEAD, self.LEFT])
+            self.trunk = MLP(view, args.hidden_size)
+        self.head = nn.Linear(args.hidden_size, 3)
+        output_of_turn = torch.tensor([1, 2, 1, 0])  # ahead, to the right, back, to the left
         self.output_index = output_of_turn[view.turn].to(device)
+        self.to(device)
 
     def q_values(self, orientation: Tensor, *features: Tensor) -> Tensor:
         outputs = self.head(self.trunk(*features)).float()
@@ -350,10 +332,7 @@ class QNetwork(nn.Module):
     @torch.no_grad()
     def greedy_move(self, obs: Tensor) -> Tensor:
         """Direction of the highest Q-value (B,): up, right, down or left."""
-        self.eval()
-        move = self(obs).argmax(1)
-        self.train()
-        return move
+        return self(obs).argmax(1)
 
 
 # ------------------------------------------------------------------------------------------------ the algorithm
@@ -383,7 +362,7 @@ def progress_of(args: Args, global_step: int, seconds: float) -> float:
     return max(by_steps, by_seconds)
 
 
-LOSSES = ["td_loss", "q_values"]
+LOSSES = ["losses/td_loss", "losses/q_values"]
 
 
 class ReplayBuffer:
@@ -409,8 +388,7 @@ class ReplayBuffer:
         self.size = zeros(1, dtype=torch.int64)
 
     def state_dict(self) -> dict[str, Tensor]:
-        names = ["obs", "next_obs", "action", "reward", "discount", "position", "size"]
-        return {name: getattr(self, name) for name in names}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
@@ -441,16 +419,15 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
     """Scores of `episodes` greedy games, the first of each environment, with seeds that training never uses."""
     envs = make_envs(args, episodes, device, EVAL_SEED)
     obs = envs.reset()
-    action = torch.zeros(episodes, dtype=torch.int64, device=device)
-    score = torch.full_like(action, -1)  # while the game is played
-    while True:
-        playing = (score < 0).nonzero().squeeze(1)
-        if len(playing) == 0:
-            break
+    playing = torch.arange(episodes, device=device)  # games that have not ended
+    action = torch.zeros_like(playing)
+    score = torch.zeros_like(playing)
+    while len(playing) > 0:
         action[playing] = q_network.greedy_move(obs[playing])
         obs, _, terminated, truncated, info = envs.step(action)
-        first_end = (terminated | truncated) & (score < 0)
-        score = torch.where(first_end, info["score"], score)
+        score[playing] = info["score"][playing]
+        ended = terminated | truncated
+        playing = playing[~ended[playing]]
     score = score.double()
     return {
         "eval_score_mean": score.mean().item(),
@@ -561,6 +538,20 @@ class PhaseTimer:
         return seconds
 
 
+def throughput(env_steps: int, updates: float, batch_size: int, phases: Counter) -> dict[str, float]:
+    """Rates of `env_steps` steps and `updates` on `batch_size` samples each, in the seconds of `phases`."""
+    seconds = sum(phases.values()) or math.inf
+    samples = updates * batch_size
+    return {
+        "env_steps_per_second": env_steps / seconds,
+        "updates_per_second": updates / seconds,
+        "samples_per_second": samples / seconds,
+        "replay_ratio": samples / max(env_steps, 1),
+        "rollout_fraction": 1 - phases["learn"] / seconds,
+        "train_fraction": phases["learn"] / seconds,
+    }
+
+
 def catch_signals() -> list[int]:
     """Ctrl-C and SIGTERM: the first is added to this list, the second ends the program."""
     signals = []
@@ -577,6 +568,8 @@ def catch_signals() -> list[int]:
 
 def join_ranks() -> None:
     """Connect the processes of a torchrun job; only rank 0 prints."""
+    if RANKS == 1:
+        return
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
     if torch.cuda.is_available():
@@ -643,7 +636,7 @@ def load_checkpoint(args: Args) -> tuple:
     path = Path(name)
     try:
         if name == "latest":
-            files = list(Path(args.run_dir).glob("*/checkpoint.pt"))
+            files = Path(args.run_dir).glob("*/checkpoint.pt")
             ours = [file for file in files if f'"{SCRIPT}"' in file.with_name("args.json").read_text()]
             path = max(ours, key=os.path.getmtime, default=path)
         if path.is_dir():
@@ -656,7 +649,7 @@ def load_checkpoint(args: Args) -> tuple:
             value = checkpoint["args"][field.name]
             if value not in get_args(field.type) and not isinstance(value, field.type):
                 raise ValueError(f"its {field.name} is {value}")
-        if min(checkpoint[name] for name in ("global_step", "updates", "samples_due", "elapsed")) < 0:
+        if min(checkpoint["global_step"], checkpoint["samples_due"], checkpoint["elapsed"]) < 0:
             raise ValueError("its counters are negative")
     except Exception as error:
         problem = f"{path} cannot be loaded ({type(error).__name__}: {error})"
@@ -664,20 +657,12 @@ def load_checkpoint(args: Args) -> tuple:
     return path, checkpoint
 
 
-def load_adam(optimizer: torch.optim.Adam, saved: dict) -> None:
-    """Fused Adam would read moments of another shape past their end."""
-    optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
-    for weight, moments in optimizer.state.items():
-        if not moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape:
-            raise ValueError("Adam's moments have other shapes than the weights")
-
-
 def parse_args() -> Args:
     """The command line. With --resume and --evaluate the flags of the checkpoint are its defaults."""
     args = tyro.cli(Args, description=__doc__)
-    folder = Path(args.run_dir) / (args.run_name or "")
-    if RESTARTS > 0 and args.run_name and (folder / "checkpoint.pt").exists():  # torchrun --max-restarts
-        args.resume = str(folder)
+    checkpoint = Path(args.run_dir, args.run_name or "", "checkpoint.pt")
+    if RESTARTS > 0 and checkpoint.exists():  # torchrun --max-restarts
+        args.resume = str(checkpoint)
     if args.resume is None and args.evaluate is None:
         return args
     path, checkpoint = load_checkpoint(args)
@@ -728,13 +713,11 @@ def main(args: Args) -> dict:
 
 def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     start_time = time.perf_counter()
-    if RANKS > 1:
-        join_ranks()
+    join_ranks()
     signals = catch_signals()
 
     # --- network and games, new or from a checkpoint --------------------------------------------------------------
     global_step = 0
-    updates = 0
     samples_due = 0.0  # by the replay ratio, and not yet learned
     seconds_before = 0.0  # of the run that is resumed
     same_games = False
@@ -743,7 +726,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         path, checkpoint = load_checkpoint(args)
         folder = path.parent
         global_step = checkpoint["global_step"]
-        updates = checkpoint["updates"]
         samples_due = checkpoint["samples_due"]
         seconds_before = checkpoint["elapsed"]
         same_games = checkpoint.get("games_of") == [device.type, args.num_envs, 1]
@@ -765,15 +747,19 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     target_network.load_state_dict(q_network.state_dict())
     weights = list(q_network.parameters())
     target_weights = list(target_network.parameters())
-    initial_lr = torch.tensor(args.learning_rate, device=device)
-    optimizer = torch.optim.Adam(weights, lr=initial_lr, fused=True, capturable=args.cudagraph)
+    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, as all that changes in a CUDA graph
+    optimizer = torch.optim.Adam(weights, lr=learning_rate, fused=True, capturable=args.cudagraph)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     replay = ReplayBuffer(args, device)
     if args.resume is not None:
         try:
             q_network.load_state_dict(checkpoint["q_network"])
             target_network.load_state_dict(checkpoint["target_network"])
-            load_adam(optimizer, checkpoint["optimizer"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            optimizer.param_groups[0].update(lr=learning_rate, capturable=args.cudagraph)
+            for weight, moments in optimizer.state.items():  # fused Adam would read past the end of a smaller one
+                if not moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape:
+                    raise ValueError("Adam's moments have other shapes than the weights")
             scaler.load_state_dict(checkpoint["scaler"])
             if same_games:
                 envs.load_state_dict(checkpoint["envs"])
@@ -784,14 +770,19 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 print("the replay starts empty: --checkpoint-replay saves it, for the same games")
         except Exception as error:
             fail(f"--resume {args.resume}: {type(error).__name__}: {error}")
-    if args.sdpa != "auto":
+
+    def autocast():
+        # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
+        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+
+    attention = SDPA_BACKENDS[args.sdpa]
+    if args.network == "attention":
         try:
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            with autocast(), sdpa_kernel(attention):
                 q_network(obs[:1])
         except RuntimeError as error:
-            fail(f"--sdpa {args.sdpa}: does not run here in {dtype} ({error}); auto works")
-    learning_rate = optimizer.param_groups[0]["lr"]  # a tensor, as all that changes in a CUDA graph
-
+            problem = f"does not run here in {dtype} with --hidden-size {args.hidden_size} ({error})"
+            fail(f"--sdpa {args.sdpa}: {problem}; auto and a multiple of {AttentionLayer.HEADS} work")
     epsilon = torch.tensor(args.start_e, device=device)
     loss_sum = torch.zeros(len(LOSSES), device=device)  # since the last log
 
@@ -808,13 +799,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     # --- collecting -----------------------------------------------------------------------------------------------
     timer = PhaseTimer(device)
 
-    def autocast():
-        # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
-        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
-
     @torch.no_grad()
     def policy(obs):
-        with autocast():
+        with autocast(), sdpa_kernel(attention):
             return q_network(obs).argmax(1)
 
     def act_step_and_store():
@@ -834,11 +821,11 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         with torch.no_grad():
             features = q_network.preprocess(obs)
             next_features = q_network.preprocess(next_obs)
-            with autocast():
+            with autocast(), sdpa_kernel(attention):
                 next_q_target = target_network.q_values(*next_features)
                 next_q_online = q_network.q_values(*next_features) if args.double else next_q_target
             target = td_target(reward, discount, next_q_target, next_q_online)
-        with autocast():
+        with autocast(), sdpa_kernel(attention):
             q = q_network.q_values(*features)
         q = q.gather(1, action.long()[:, None]).squeeze(1)
         loss = F.smooth_l1_loss(q, target)
@@ -884,10 +871,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             "args": vars(args),
             "q_network": q_network.state_dict(),
             "target_network": target_network.state_dict(),
-            "optimizer": optimizer.state_dict()["state"],
+            "optimizer": optimizer.state_dict(),
             "scaler": scaler.state_dict(),
             "global_step": global_step,
-            "updates": updates,
             "samples_due": samples_due,
             "elapsed": seconds,
             "games_of": [device.type, args.num_envs, RANKS],
@@ -899,20 +885,18 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         if RANK == 0:
             save_checkpoint(folder / "checkpoint.pt", state)
 
-    def evaluate_and_log(episodes):
-        scores = evaluate(q_network, args, episodes, device)
-        for name, score in scores.items():
-            writer.add_scalar(name.replace("_", "/", 1), score, global_step)
-        return scores
+    def log(scalars):
+        if RANK == 0:
+            for name, value in scalars.items():
+                writer.add_scalar(name.replace("eval_", "eval/"), value, global_step)
 
     first_step = logged_step = global_step
-    first_update = logged_updates = updates
+    updates = logged_updates = 0
     transitions_stored = replay.size.item() * args.num_envs
     scores = {}
     seconds, stop = clock()
     last_log = last_eval = last_checkpoint = seconds
-    if RANK == 0:
-        writer.add_scalar("perf/warmup_s", time.perf_counter() - start_time, global_step)
+    log({"perf/warmup_s": time.perf_counter() - start_time})
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
     timer.lap()
@@ -944,50 +928,44 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             phases = timer.read()
             new_steps = global_step - logged_step
             new_updates = updates - logged_updates
-            new_samples = new_updates * args.batch_size
             logged_step = global_step
             logged_updates = updates
-            log_seconds = sum(phases.values())
-            finished = mean_over_ranks(envs.finished) * RANKS  # games, and sums of their score, length and return
-            games, score, length, episodic_return = (finished / finished[0].clamp(min=1)).tolist()
+            rates = throughput(new_steps, new_updates, args.batch_size, phases)
+            finished = mean_over_ranks(envs.finished)  # games, and sums of their score, length and return
+            games, score, length, episodic_return = (finished / finished[0].clamp(min=1e-9)).tolist()
             losses = (mean_over_ranks(loss_sum) / max(new_updates, 1)).tolist()
             envs.finished.zero_()
             loss_sum.zero_()
             scalars = {
-                "charts/SPS": new_steps / log_seconds,
-                "charts/updates_per_second": new_updates / log_seconds,
-                "charts/samples_per_second": new_samples / log_seconds,
-                "charts/replay_ratio": new_samples / new_steps,
+                "charts/SPS": rates["env_steps_per_second"],
+                "charts/updates_per_second": rates["updates_per_second"],
+                "charts/samples_per_second": rates["samples_per_second"],
+                "charts/replay_ratio": rates["replay_ratio"],
                 "charts/epsilon": epsilon.item(),
                 "losses/learning_rate": learning_rate.item(),
-                "perf/rollout_fraction": 1 - phases["learn"] / log_seconds,
+                "perf/rollout_fraction": rates["rollout_fraction"],
             }
             if games:
                 scalars["charts/score"] = score
                 scalars["charts/episodic_length"] = length
                 scalars["charts/episodic_return"] = episodic_return
             if new_updates:
-                for name, loss in zip(LOSSES, losses):
-                    scalars[f"losses/{name}"] = loss
+                scalars.update(zip(LOSSES, losses))
             for phase, phase_seconds in phases.items():
                 scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * args.num_envs / new_steps
-            if RANK == 0:
-                for name, value in scalars.items():
-                    writer.add_scalar(name, value, global_step)
-            line = f"{min(progress, 1):4.0%}  step {global_step:>11,}  SPS {scalars['charts/SPS']:>9,.0f}"
-            line += f"  updates/s {scalars['charts/updates_per_second']:>5.0f}"
-            line += (
-                f"  epsilon {epsilon:.3f}  score {score:5.1f}  greedy {scores.get('eval_score_mean', math.nan):5.1f}"
+            log(scalars)
+            print(
+                f"{min(progress, 1):4.0%}  step {global_step:>11,}  SPS {rates['env_steps_per_second']:>9,.0f}  "
+                f"updates/s {rates['updates_per_second']:>5.0f}  epsilon {epsilon:.3f}  score {score:5.1f}  "
+                f"greedy {scores.get('eval_score_mean', math.nan):5.1f}"
             )
-            print(line)
-            if not math.isfinite(losses[0]):
-                fail(f"--learning-rate {args.learning_rate:g}: the loss is {losses[0]}; a lower one works")
             timer.lap("log")
         if is_last:
             break
         if args.eval_every and seconds >= last_eval + args.eval_every:
             if RANK == 0:
-                scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+                scores = evaluate(q_network, args, max(args.eval_episodes // 10, 1), device)
+                log(scores)
             seconds, stop = clock()
             last_eval = seconds  # the interval is from the end of one to the start of the next
             timer.lap()
@@ -1000,10 +978,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     save()
     if RANKS > 1:
         dist.destroy_process_group()
-    new_steps = global_step - first_step
-    new_updates = updates - first_update
-    new_samples = new_updates * args.batch_size
-    busy_seconds = sum(timer.total.values()) or math.inf
     summary = {
         "script": SCRIPT,
         "device": device_name,
@@ -1013,12 +987,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         "sdpa": args.sdpa if args.network == "attention" else None,
         "env_steps": global_step,
         "wall_seconds": seconds,
-        "env_steps_per_second": new_steps / busy_seconds,
-        "updates_per_second": new_updates / busy_seconds,
-        "samples_per_second": new_samples / busy_seconds,
-        "replay_ratio": new_samples / max(new_steps, 1),
-        "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
-        "train_fraction": timer.total["learn"] / busy_seconds,
+        **throughput(global_step - first_step, updates, args.batch_size, timer.total),
         **scores,
     }
     if RANK > 0:
@@ -1029,7 +998,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     if stop:
         print(f"stopped; python {SCRIPT}.py --resume {folder} continues from {folder / 'checkpoint.pt'}")
     else:
-        scores = evaluate_and_log(args.eval_episodes)
+        scores = evaluate(q_network, args, args.eval_episodes, device)
+        log(scores)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
         report(q_network, args, device, scores, folder)

@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +45,7 @@ from envs.snake.view import EgocentricView
 from envs.streams import lane_key
 
 SCRIPT = Path(__file__).stem
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 EVAL_SEED = 2**31  # above every --seed
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these four
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
@@ -146,8 +146,7 @@ HIGHEST = {"gamma": 1, "gae_lambda": 1, "seed": EVAL_SEED - 1, "threads": 256, "
 
 
 def fill_defaults(args: Args, device: torch.device) -> Args:
-    """A copy of `args` with every default filled in. Ends the program if a flag cannot work."""
-    args = replace(args)
+    """Fills in the defaults of `args`. Ends the program if a flag cannot work."""
     if args.num_envs is None:
         args.num_envs = 16_384 if device.type == "cuda" else 128
     if args.threads is None:
@@ -163,13 +162,14 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         if not is_above_0 or not value <= highest:  # NaN fails both
             lowest = "0 or more" if name in MAY_BE_0 else "above 0"
             fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
-    rules_of(args)
     if args.num_envs % RANKS:
         fail(f"--num-envs {args.num_envs}: must be a multiple of the {RANKS} processes")
     batch_size = args.num_envs // RANKS * args.num_steps
     if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
-        advice = f"must divide the {batch_size} steps of a rollout (--num-envs x --num-steps) into 2 or more each"
-        fail(f"--num-minibatches {args.num_minibatches}: {advice}")
+        fail(
+            f"--num-minibatches {args.num_minibatches}: must divide the {batch_size} steps of a rollout "
+            "(--num-envs x --num-steps) into 2 or more each"
+        )
     if args.bf16 and args.fp16:
         fail("--bf16 --fp16: choose one of them")
     for name in ("fp16", "tf32", "cudagraph"):
@@ -215,15 +215,16 @@ class Agent(nn.Module):
         self.num_inputs = 3 * view.num_features
         bound = self.num_inputs**-0.5
         self.preprocess = view.features  # has no parameters
-        self.features = nn.Linear(self.num_inputs, width, device=device)
-        self.food = nn.Embedding(view.side**2, width, device=device)  # a one-hot input, without the zeros
+        self.features = nn.Linear(self.num_inputs, width)
+        self.food = nn.Embedding(view.side**2, width)  # a one-hot input, without the zeros
         nn.init.uniform_(self.food.weight, -bound, bound)  # as nn.Linear does
-        self.norm1 = nn.LayerNorm(width, device=device)
-        self.hidden = nn.Linear(width, width, device=device)
-        self.norm2 = nn.LayerNorm(width, device=device)
-        self.actor = nn.Linear(width, 3, device=device)
-        self.critic = nn.Linear(width, 1, device=device)
+        self.norm1 = nn.LayerNorm(width)
+        self.hidden = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.actor = nn.Linear(width, 3)
+        self.critic = nn.Linear(width, 1)
         self.move = view.move  # (orientation, action)
+        self.to(device)
 
     def forward(self, features: Tensor, food_position: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the three actions (B, 3) and values (B,), fp32."""
@@ -260,7 +261,7 @@ def gae(reward: Tensor, value: Tensor, done: Tensor, gamma: float, gae_lambda: f
     return advantages
 
 
-LOSSES = ["loss", "pg_loss", "v_loss", "entropy", "approx_kl"]
+LOSSES = ["losses/loss", "losses/pg_loss", "losses/v_loss", "losses/entropy", "losses/approx_kl"]
 
 
 def ppo_loss(
@@ -306,16 +307,15 @@ def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> d
     """Scores of `episodes` greedy games, the first of each environment, with seeds that training never uses."""
     envs = make_envs(args, episodes, device, EVAL_SEED)
     obs = envs.reset()
-    action = torch.zeros(episodes, dtype=torch.int64, device=device)
-    score = torch.full_like(action, -1)  # while the game is played
-    while True:
-        playing = (score < 0).nonzero().squeeze(1)
-        if len(playing) == 0:
-            break
+    playing = torch.arange(episodes, device=device)  # games that have not ended
+    action = torch.zeros_like(playing)
+    score = torch.zeros_like(playing)
+    while len(playing) > 0:
         action[playing] = agent.greedy_move(obs[playing])
         obs, _, terminated, truncated, info = envs.step(action)
-        first_end = (terminated | truncated) & (score < 0)
-        score = torch.where(first_end, info["score"], score)
+        score[playing] = info["score"][playing]
+        ended = terminated | truncated
+        playing = playing[~ended[playing]]
     score = score.double()
     return {
         "eval_score_mean": score.mean().item(),
@@ -426,6 +426,20 @@ class PhaseTimer:
         return seconds
 
 
+def throughput(env_steps: int, updates: float, batch_size: int, phases: Counter) -> dict[str, float]:
+    """Rates of `env_steps` steps and `updates` on `batch_size` samples each, in the seconds of `phases`."""
+    seconds = sum(phases.values()) or math.inf
+    samples = updates * batch_size
+    return {
+        "env_steps_per_second": env_steps / seconds,
+        "updates_per_second": updates / seconds,
+        "samples_per_second": samples / seconds,
+        "replay_ratio": samples / max(env_steps, 1),
+        "rollout_fraction": 1 - phases["learn"] / seconds,
+        "train_fraction": phases["learn"] / seconds,
+    }
+
+
 def catch_signals() -> list[int]:
     """Ctrl-C and SIGTERM: the first is added to this list, the second ends the program."""
     signals = []
@@ -442,6 +456,8 @@ def catch_signals() -> list[int]:
 
 def join_ranks() -> None:
     """Connect the processes of a torchrun job; only rank 0 prints."""
+    if RANKS == 1:
+        return
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
     if torch.cuda.is_available():
@@ -508,7 +524,7 @@ def load_checkpoint(args: Args) -> tuple:
     path = Path(name)
     try:
         if name == "latest":
-            files = list(Path(args.run_dir).glob("*/checkpoint.pt"))
+            files = Path(args.run_dir).glob("*/checkpoint.pt")
             ours = [file for file in files if f'"{SCRIPT}"' in file.with_name("args.json").read_text()]
             path = max(ours, key=os.path.getmtime, default=path)
         if path.is_dir():
@@ -529,20 +545,12 @@ def load_checkpoint(args: Args) -> tuple:
     return path, checkpoint
 
 
-def load_adam(optimizer: torch.optim.Adam, saved: dict) -> None:
-    """Fused Adam would read moments of another shape past their end."""
-    optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
-    for weight, moments in optimizer.state.items():
-        if not moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape:
-            raise ValueError("Adam's moments have other shapes than the weights")
-
-
 def parse_args() -> Args:
     """The command line. With --resume and --evaluate the flags of the checkpoint are its defaults."""
     args = tyro.cli(Args, description=__doc__)
-    folder = Path(args.run_dir) / (args.run_name or "")
-    if RESTARTS > 0 and args.run_name and (folder / "checkpoint.pt").exists():  # torchrun --max-restarts
-        args.resume = str(folder)
+    checkpoint = Path(args.run_dir, args.run_name or "", "checkpoint.pt")
+    if RESTARTS > 0 and checkpoint.exists():  # torchrun --max-restarts
+        args.resume = str(checkpoint)
     if args.resume is None and args.evaluate is None:
         return args
     path, checkpoint = load_checkpoint(args)
@@ -593,8 +601,7 @@ def main(args: Args) -> dict:
 
 def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     start_time = time.perf_counter()
-    if RANKS > 1:
-        join_ranks()
+    join_ranks()
     signals = catch_signals()
 
     # --- network and games, new or from a checkpoint --------------------------------------------------------------
@@ -623,20 +630,23 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     generator = torch.Generator(device).manual_seed(seed)
     agent = Agent(args, device)
     weights = list(agent.parameters())
-    initial_lr = torch.tensor(args.learning_rate, device=device)
-    optimizer = torch.optim.Adam(weights, lr=initial_lr, fused=True, capturable=args.cudagraph)
+    learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, as all that changes in a CUDA graph
+    optimizer = torch.optim.Adam(weights, lr=learning_rate, fused=True, capturable=args.cudagraph)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     if args.resume is not None:
         try:
             agent.load_state_dict(checkpoint["agent"])
-            load_adam(optimizer, checkpoint["optimizer"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            optimizer.param_groups[0].update(lr=learning_rate, capturable=args.cudagraph)
+            for weight, moments in optimizer.state.items():  # fused Adam would read past the end of a smaller one
+                if not moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape:
+                    raise ValueError("Adam's moments have other shapes than the weights")
             scaler.load_state_dict(checkpoint["scaler"])
             if same_games:
                 envs.load_state_dict(checkpoint["envs"])
                 generator.set_state(checkpoint["generator"])
         except Exception as error:
             fail(f"--resume {args.resume}: {type(error).__name__}: {error}")
-    learning_rate = optimizer.param_groups[0]["lr"]  # a tensor, as all that changes in a CUDA graph
 
     # --- the rollout: `num_steps` steps of every game -------------------------------------------------------------
     zeros = partial(torch.zeros, device=device)
@@ -651,6 +661,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     advantages = zeros(shape)
     batch_size = num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
+    samples_per_update = minibatch_size * RANKS
     step = zeros(1, dtype=torch.int64)
     index = zeros(minibatch_size, dtype=torch.int64)  # of the minibatch, in the flat rollout
     ent_coef = torch.tensor(args.ent_coef, device=device)
@@ -660,10 +671,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {args.threads} threads"
     precision = str(dtype).removeprefix("torch.")
     print(f"{folder} on {RANKS} x {device_name} in {precision}")
-    print(
-        f"{args.num_envs} games; {args.update_epochs * args.num_minibatches} updates on {minibatch_size * RANKS} steps "
-        f"after every {batch_size * RANKS} (replay ratio {args.update_epochs})"
-    )
+    print(f"{args.num_envs} games; {args.update_epochs} x {args.num_minibatches} updates on {samples_per_update} steps")
 
     # --- collecting -----------------------------------------------------------------------------------------------
     timer = PhaseTimer(device)
@@ -715,7 +723,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     def update():
         advantage = advantages.flatten()[index]
         advantage = advantage - mean_over_ranks(advantage.mean())
-        variance = mean_over_ranks(advantage.square().sum()) * RANKS / (minibatch_size * RANKS - 1)
+        variance = mean_over_ranks(advantage.square().sum()) * RANKS / (samples_per_update - 1)
         advantage = advantage / (variance.sqrt() + 1e-8)
         loss, means = minibatch_loss(advantage)
         optimizer.zero_grad()
@@ -752,7 +760,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             "version": CHECKPOINT_VERSION,
             "args": vars(args),
             "agent": agent.state_dict(),
-            "optimizer": optimizer.state_dict()["state"],
+            "optimizer": optimizer.state_dict(),
             "scaler": scaler.state_dict(),
             "global_step": global_step,
             "elapsed": seconds,
@@ -763,18 +771,17 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         if RANK == 0:
             save_checkpoint(folder / "checkpoint.pt", state)
 
-    def evaluate_and_log(episodes):
-        scores = evaluate(agent, args, episodes, device)
-        for name, score in scores.items():
-            writer.add_scalar(name.replace("_", "/", 1), score, global_step)
-        return scores
+    def log(scalars):
+        if RANK == 0:
+            for name, value in scalars.items():
+                writer.add_scalar(name.replace("eval_", "eval/"), value, global_step)
 
     first_step = logged_step = global_step
+    updates = logged_updates = 0
     scores = {}
     seconds, stop = clock()
     last_log = last_eval = last_checkpoint = seconds
-    if RANK == 0:
-        writer.add_scalar("perf/warmup_s", time.perf_counter() - start_time, global_step)
+    log({"perf/warmup_s": time.perf_counter() - start_time})
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
     timer.lap()
@@ -794,10 +801,10 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             learning_rate.fill_(args.learning_rate * 0.01 ** min(progress, 1))
         ent_coef.fill_(args.ent_coef * max(1 - progress, 0))
         for _ in range(args.update_epochs):
-            order = torch.randperm(batch_size, generator=generator, device=device)
-            for minibatch in order.split(minibatch_size):
+            for minibatch in torch.randperm(batch_size, generator=generator, device=device).split(minibatch_size):
                 index.copy_(minibatch)
                 update()
+                updates += 1
         timer.lap("learn")
 
         # 4 log, evaluate, save
@@ -806,46 +813,43 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             last_log = seconds
             phases = timer.read()
             new_steps = global_step - logged_step
-            new_samples = new_steps * args.update_epochs
-            new_updates = new_samples / minibatch_size / RANKS
+            new_updates = updates - logged_updates
             logged_step = global_step
-            log_seconds = sum(phases.values())
-            finished = mean_over_ranks(envs.finished) * RANKS  # games, and sums of their score, length and return
-            games, score, length, episodic_return = (finished / finished[0].clamp(min=1)).tolist()
+            logged_updates = updates
+            rates = throughput(new_steps, new_updates, samples_per_update, phases)
+            finished = mean_over_ranks(envs.finished)  # games, and sums of their score, length and return
+            games, score, length, episodic_return = (finished / finished[0].clamp(min=1e-9)).tolist()
             losses = (mean_over_ranks(loss_sum) / new_updates).tolist()
             envs.finished.zero_()
             loss_sum.zero_()
             scalars = {
-                "charts/SPS": new_steps / log_seconds,
-                "charts/updates_per_second": new_updates / log_seconds,
-                "charts/samples_per_second": new_samples / log_seconds,
-                "charts/replay_ratio": new_samples / new_steps,
+                "charts/SPS": rates["env_steps_per_second"],
+                "charts/updates_per_second": rates["updates_per_second"],
+                "charts/samples_per_second": rates["samples_per_second"],
+                "charts/replay_ratio": rates["replay_ratio"],
                 "losses/learning_rate": learning_rate.item(),
-                "perf/rollout_fraction": 1 - phases["learn"] / log_seconds,
+                "perf/rollout_fraction": rates["rollout_fraction"],
             }
             if games:
                 scalars["charts/score"] = score
                 scalars["charts/episodic_length"] = length
                 scalars["charts/episodic_return"] = episodic_return
-            for name, loss in zip(LOSSES, losses):
-                scalars[f"losses/{name}"] = loss
+            scalars.update(zip(LOSSES, losses))
             for phase, phase_seconds in phases.items():
                 scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * args.num_envs / new_steps
-            if RANK == 0:
-                for name, value in scalars.items():
-                    writer.add_scalar(name, value, global_step)
-            line = f"{min(progress, 1):4.0%}  step {global_step:>11,}  SPS {scalars['charts/SPS']:>9,.0f}"
-            line += f"  updates/s {scalars['charts/updates_per_second']:>5.0f}"
-            line += f"  score {score:5.1f}  greedy {scores.get('eval_score_mean', math.nan):5.1f}"
-            print(line)
-            if not math.isfinite(losses[0]):
-                fail(f"--learning-rate {args.learning_rate:g}: the loss is {losses[0]}; a lower one works")
+            log(scalars)
+            print(
+                f"{min(progress, 1):4.0%}  step {global_step:>11,}  SPS {rates['env_steps_per_second']:>9,.0f}  "
+                f"updates/s {rates['updates_per_second']:>5.0f}  score {score:5.1f}  "
+                f"greedy {scores.get('eval_score_mean', math.nan):5.1f}"
+            )
             timer.lap("log")
         if is_last:
             break
         if args.eval_every and seconds >= last_eval + args.eval_every:
             if RANK == 0:
-                scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+                scores = evaluate(agent, args, max(args.eval_episodes // 10, 1), device)
+                log(scores)
             seconds, stop = clock()
             last_eval = seconds  # the interval is from the end of one to the start of the next
             timer.lap()
@@ -858,9 +862,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     save()
     if RANKS > 1:
         dist.destroy_process_group()
-    new_steps = global_step - first_step
-    new_samples = new_steps * args.update_epochs
-    busy_seconds = sum(timer.total.values()) or math.inf
     summary = {
         "script": SCRIPT,
         "device": device_name,
@@ -869,12 +870,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         "cudagraph": args.cudagraph,
         "env_steps": global_step,
         "wall_seconds": seconds,
-        "env_steps_per_second": new_steps / busy_seconds,
-        "updates_per_second": new_samples / minibatch_size / RANKS / busy_seconds,
-        "samples_per_second": new_samples / busy_seconds,
-        "replay_ratio": new_samples / max(new_steps, 1),
-        "rollout_fraction": 1 - timer.total["learn"] / busy_seconds,
-        "train_fraction": timer.total["learn"] / busy_seconds,
+        **throughput(global_step - first_step, updates, samples_per_update, timer.total),
         **scores,
     }
     if RANK > 0:
@@ -885,7 +881,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     if stop:
         print(f"stopped; python {SCRIPT}.py --resume {folder} continues from {folder / 'checkpoint.pt'}")
     else:
-        scores = evaluate_and_log(args.eval_episodes)
+        scores = evaluate(agent, args, args.eval_episodes, device)
+        log(scores)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
         report(agent, args, device, scores, folder)

@@ -156,7 +156,7 @@ class SnakeView(torch.nn.Module):
     def __init__(self, space: gymnasium.spaces.Box, width: int, device: str) -> None:
         super().__init__()
         self.view = EgocentricView(space.shape, torch.device(device))
-        self.trunk = dqn_snake.MLP(self.view, width, torch.device(device)) if width else None
+        self.trunk = dqn_snake.MLP(self.view, width).to(device) if width else None
         self.features_dim = width or 3 * self.view.num_features + self.view.side**2
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:

@@ -151,8 +151,8 @@ def test_attention_kernels_agree_with_attention_written_out(monkeypatch) -> None
         torch.manual_seed(0)
         if sdpa == "written out":
             monkeypatch.setattr(dqn_snake.F, "scaled_dot_product_attention", written_out)
-        flags = {} if sdpa == "written out" else {"sdpa": sdpa}
-        outputs.append(network(network="attention", **flags)(obs))
+        with dqn_snake.sdpa_kernel(dqn_snake.SDPA_BACKENDS.get(sdpa, dqn_snake.SDPA_BACKENDS["auto"])):
+            outputs.append(network(network="attention")(obs))
     for output in outputs[:2]:
         torch.testing.assert_close(output, outputs[2], atol=1e-5, rtol=1e-4)
 
@@ -166,6 +166,14 @@ def test_a_kernel_that_does_not_run_is_named_and_leaves_no_run_folder(run, capsy
     assert not list(tmp_path.rglob("refused*"))
 
 
+def test_a_width_that_attention_cannot_split_is_refused(run, capsys, tmp_path) -> None:
+    with pytest.raises(SystemExit) as error:
+        run(run_name="refused", network="attention", hidden_size=30)
+    message = capsys.readouterr().err
+    assert error.value.code == 2 and message.count("\n") == 1 and "--hidden-size 30" in message
+    assert not list(tmp_path.rglob("refused*"))
+
+
 def test_a_replay_that_was_not_saved_starts_empty(run, capsys) -> None:
     _, folder = run()
     run(resume=str(folder), checkpoint_replay=True, total_timesteps=3240)
@@ -174,14 +182,11 @@ def test_a_replay_that_was_not_saved_starts_empty(run, capsys) -> None:
 
 
 def test_evaluation_needs_no_kernel_of_training() -> None:
+    """--sdpa is for the forward passes of training: fp32 has no flash kernel on CUDA."""
     q_network, obs = network(network="attention", sdpa="cudnn"), boards(8)
-    with pytest.raises(RuntimeError):
-        q_network(obs)
     other = network(network="attention")
     other.load_state_dict(q_network.state_dict())
     assert torch.equal(q_network.greedy_move(obs), other.greedy_move(obs))
-    with pytest.raises(RuntimeError):  # the next update uses the backend that --sdpa names
-        q_network(obs)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "attention"])
@@ -203,8 +208,7 @@ def test_counters_and_replay_ratio_hold_for_any_width(run, num_envs, batch_size,
     summary, folder = run(num_envs=num_envs, batch_size=batch_size, replay_ratio=replay_ratio, learning_starts=0)
     steps = math.ceil(3000 / num_envs) * num_envs
     assert summary["env_steps"] == steps
-    updates = checkpoint(folder)["updates"]
-    assert updates == int(steps * replay_ratio / batch_size + 1e-6)
+    assert updates(summary, folder) == int(steps * replay_ratio / batch_size + 1e-6)
 
 
 def test_exploration_is_drawn_for_every_lane(run, monkeypatch) -> None:
@@ -335,7 +339,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch,
     for name, value in expected.items():
         if isinstance(value, torch.Tensor) and name != "envs.finished":
             assert torch.equal(value, got[name]), name
-    counters = "global_step", "updates", "samples_due"
+    counters = "global_step", "samples_due"
     assert [got[name] for name in counters] == [expected[name] for name in counters]
     assert summary["env_steps"] == 3000
 
@@ -386,7 +390,7 @@ def head(summary: dict, folder: Path) -> list[float]:
 
 
 def updates(summary: dict, folder: Path) -> int:
-    return checkpoint(folder)["updates"]
+    return int(checkpoint(folder)["optimizer.state.0.step"])
 
 
 FLAGS = {  # another value than QUICK's, and where it shows
@@ -464,7 +468,7 @@ def remove(name: str) -> Callable[[dict], None]:
     return lambda saved: saved.pop(name)
 
 
-MOMENT = "optimizer.2.exp_avg"
+MOMENT = "optimizer.state.2.exp_avg"
 MALFORMED = {
     "weights no dict": change("q_network", [1, 2]),
     "target of another shape": change("target_network", lambda part: part | {"head.bias": torch.zeros(4)}),
