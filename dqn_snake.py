@@ -192,6 +192,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be a multiple of the {RANKS} processes")
     if args.num_envs > args.buffer_size:
         fail(f"--num-envs {args.num_envs}: one step of every game must fit in --buffer-size {args.buffer_size}")
+    if args.network == "attention" and args.hidden_size % AttentionLayer.HEADS:
+        fail(f"--hidden-size {args.hidden_size}: attention needs a multiple of {AttentionLayer.HEADS}")
     if args.sdpa != "auto" and args.network != "attention":
         fail(f"--sdpa {args.sdpa}: needs --network attention")
     if args.checkpoint_replay and RANKS > 1:
@@ -456,8 +458,7 @@ def report(q_network: QNetwork, args: Args, device: torch.device, scores: dict, 
 
 def fail(message: str) -> NoReturn:
     """End the program with one line about what the user asked for, and exit code 2."""
-    line = " ".join(message.split())
-    print(f"{SCRIPT}.py: {line[:400]}", file=sys.stderr)
+    print(f"{SCRIPT}.py: {' '.join(message[:400].split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -728,7 +729,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         global_step = checkpoint["global_step"]
         samples_due = checkpoint["samples_due"]
         seconds_before = checkpoint["elapsed"]
-        same_games = checkpoint.get("games_of") == [device.type, args.num_envs, 1]
+        same_games = RANKS == 1 and checkpoint.get("games_of") == [device.type, args.num_envs, 1]
         if not same_games:
             print("new games: those of the checkpoint need one process, the same --device and --num-envs")
     progress = progress_of(args, global_step, seconds_before)
@@ -781,8 +782,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             with autocast(), sdpa_kernel(attention):
                 q_network(obs[:1])
         except RuntimeError as error:
-            problem = f"does not run here in {dtype} with --hidden-size {args.hidden_size} ({error})"
-            fail(f"--sdpa {args.sdpa}: {problem}; auto and a multiple of {AttentionLayer.HEADS} work")
+            fail(f"--sdpa {args.sdpa}: does not run here in {dtype} ({error}); auto works")
     epsilon = torch.tensor(args.start_e, device=device)
     loss_sum = torch.zeros(len(LOSSES), device=device)  # since the last log
 
@@ -959,6 +959,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 f"updates/s {rates['updates_per_second']:>5.0f}  epsilon {epsilon:.3f}  score {score:5.1f}  "
                 f"greedy {scores.get('eval_score_mean', math.nan):5.1f}"
             )
+            if not math.isfinite(losses[0]):
+                fail(f"--learning-rate {args.learning_rate:g}: the loss is {losses[0]}; a lower one works")
             timer.lap("log")
         if is_last:
             break

@@ -344,8 +344,7 @@ def report(agent: Agent, args: Args, device: torch.device, scores: dict, folder:
 
 def fail(message: str) -> NoReturn:
     """End the program with one line about what the user asked for, and exit code 2."""
-    line = " ".join(message.split())
-    print(f"{SCRIPT}.py: {line[:400]}", file=sys.stderr)
+    print(f"{SCRIPT}.py: {' '.join(message[:400].split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -614,7 +613,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         folder = path.parent
         global_step = checkpoint["global_step"]
         seconds_before = checkpoint["elapsed"]
-        same_games = checkpoint.get("games_of") == [device.type, args.num_envs, 1]
+        same_games = RANKS == 1 and checkpoint.get("games_of") == [device.type, args.num_envs, 1]
         if not same_games:
             print("new games: those of the checkpoint need one process, the same --device and --num-envs")
     progress = progress_of(args, global_step, seconds_before)
@@ -843,6 +842,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 f"updates/s {rates['updates_per_second']:>5.0f}  score {score:5.1f}  "
                 f"greedy {scores.get('eval_score_mean', math.nan):5.1f}"
             )
+            if not math.isfinite(losses[0]):
+                fail(f"--learning-rate {args.learning_rate:g}: the loss is {losses[0]}; a lower one works")
             timer.lap("log")
         if is_last:
             break

@@ -171,8 +171,9 @@ def test_ranks_end_with_the_same_weights(tmp_path, name) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+@pytest.mark.parametrize("first_ranks", [1, 2])
 @pytest.mark.parametrize("name", ["dqn_snake", "ppo_snake"])
-def test_ranks_play_games_of_their_own_also_after_a_resume(tmp_path, name) -> None:
+def test_ranks_play_games_of_their_own_also_after_a_resume(tmp_path, name, first_ranks) -> None:
     record = """
 made = []
 make_envs = script.make_envs
@@ -185,17 +186,17 @@ script.make_envs = keep
 """
     write = 'open(f"rank{script.RANK}.json", "w").write(json.dumps(made))'
     seeds = set()
-    for resume, steps in ((None, 480), ("runs/run", 960)):
+    for resume, steps, number in ((None, 480, first_ranks), ("runs/run", 960, 2)):
         flags = small_flags(name, total_timesteps=steps, resume=resume)
-        ranks = start_ranks(tmp_path, name, flags, record, write)
+        ranks = start_ranks(tmp_path, name, flags, record, write, number)
         said = finish(ranks)
-        assert [rank.returncode for rank in ranks] == [0, 0], said
-        for rank in range(2):
+        assert [rank.returncode for rank in ranks] == [0] * number, said
+        for rank in range(number):
             made = json.loads((tmp_path / f"rank{rank}.json").read_text())
-            num_envs, seed = [each for each in made if each[0] == 12][-1]
+            num_envs, seed = [each for each in made if each[0] == 24 // number][-1]
             seeds.add(seed)
     assert "new games" in said[0][0]
-    assert len(seeds) == 4 and 1 in seeds
+    assert len(seeds) == first_ranks + 2 and 1 in seeds
 
 
 # ------------------------------------------------------------------------------------------------ how they end
