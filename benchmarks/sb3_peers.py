@@ -393,7 +393,7 @@ def sb3_arena_rate(flags: str, rule_book: bool, threads: int, seconds: float, de
     }
 
 
-class PolicyAgent:
+class PolicyAgent(torch.nn.Module):
     """An SB3 policy with the interface that `ppo_metta.evaluate` expects, without memory.
 
     With a `view` its actions are relative to the agent's heading.
@@ -402,10 +402,11 @@ class PolicyAgent:
     state_size = 0
 
     def __init__(self, policy: torch.nn.Module, view: TokenView | None) -> None:
+        super().__init__()
         self.policy = policy
         self.view = view
 
-    def __call__(self, obs: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple:
+    def forward(self, obs: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple:
         logits = self.policy.get_distribution(obs[0]).distribution.logits
         if self.view:
             heading = self.view.heading(obs[0])
@@ -506,12 +507,17 @@ def sb3_mario_curve(name: str, seconds: float, every: float, goal: float, device
     args = dqn_mario_async.Args()
     where = torch.device(device)
 
-    def evaluate(model: Any) -> float:
-        def action_values(obs: torch.Tensor) -> torch.Tensor:
-            if "DQN" in name:
-                return model.q_net(obs)
-            return model.policy.get_distribution(obs).distribution.logits
+    class Greedy:
+        """The interface that `dqn_mario_async.evaluate` expects."""
 
-        return dqn_mario_async.evaluate(action_values, args, 20, where)["eval_distance_mean"]
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+        def greedy_action(self, obs: np.ndarray) -> np.ndarray:
+            action, _ = self.model.predict(obs, deterministic=True)
+            return action
+
+    def evaluate(model: Any) -> float:
+        return dqn_mario_async.evaluate(Greedy(model), args, 20, where)["eval_distance_mean"]
 
     return learning_curve(lambda: sb3_mario_agent(name, device=device, **agent), evaluate, seconds, every, goal)

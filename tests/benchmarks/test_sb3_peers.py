@@ -172,13 +172,12 @@ def test_arena_gradients_are_ours() -> None:
         for part in (b.observations, b.actions, b.log_probs, b.advantages, b.values, b.returns)
     )
     logits, new_value, _ = ours(obs[None].byte(), torch.zeros(96, 0), torch.zeros(1, 96, dtype=torch.bool))
-    logp = logits[0].log_softmax(1)
     seen_action = ours.view.seen_action[ours.view.heading(obs.byte())]
-    is_taken = seen_action == action.long()[:, None]
-    new_logprob, entropy = logp[is_taken], -(logp.exp() * logp).sum(1)
+    action = (seen_action == action.long()[:, None]).int().argmax(1)
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    coefs = args.clip_coef, args.vf_clip_coef, args.ent_coef, args.vf_coef
-    ppo_metta.ppo_loss(new_logprob, logprob, advantage, entropy, new_value[0], value, returns, *coefs)[0].backward()
+    coefs = args.clip_coef, args.vf_clip_coef, args.vf_coef, args.ent_coef
+    batch = [part[None] for part in (action, logprob, value, advantage, returns)]
+    ppo_metta.ppo_loss(logits, new_value, *batch, *coefs)[0].backward()
     torch.nn.utils.clip_grad_norm_(ours.parameters(), args.max_grad_norm)
     grad = torch.cat([theirs.action_net.weight.grad, theirs.value_net.weight.grad])
     torch.testing.assert_close(ours.heads.weight.grad, grad, rtol=1e-3, atol=1e-5)
