@@ -29,7 +29,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Literal, NoReturn, get_args
 
 # How long an idle thread spins. Two threads share two cores with one busy process twice as fast with this as without.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -272,7 +272,7 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     return args
 
 
-def settings_of(args: Args, levels: tuple[int, int]) -> dict[str, Any]:
+def settings_of(args: Args, levels: tuple[int, int]) -> dict:
     """Keywords of the chosen game."""
     settings = {name: getattr(args, name) for name in ("actions", "stack", "size", "skip", "noop_max")}
     if args.env_id == "SuperMarioBros":
@@ -344,45 +344,6 @@ class QNetwork(nn.Module):
         """Actions (B,) with the highest Q-values."""
         obs = torch.from_numpy(obs).to(self.head.weight.device)
         return self(obs).argmax(1).cpu().numpy()
-
-
-class Actor:
-    """`QNetwork` for one observation and one thread, in NumPy: takes less than half of PyTorch's time.
-
-    PyTorch takes 0.57 ms next to an emulator that takes 1.2: it converts layouts, and finds nothing of its own in the
-    caches. Here a convolution is a matrix product over all windows, channels last, so that the pixels of a window's
-    row are adjacent and are copied at once. A batch of 16 is faster in PyTorch.
-    """
-
-    def __init__(self, q_network: QNetwork, num_actions: int) -> None:
-        """For the weights as they are now."""
-        self.num_actions = num_actions
-        self.weights = [weight.numpy() for weight in q_network.parameters()]
-        self.layers = []
-        scale = 1 / 255  # of the pixels
-        for layer in [q_network.conv1, q_network.conv2, q_network.conv3]:
-            kernel = layer.weight.numpy().transpose(2, 3, 1, 0) * scale
-            kernel = kernel.reshape(-1, layer.out_channels)  # (width * width * inputs, outputs)
-            scale = 1
-            self.layers.append((kernel, layer.bias.numpy(), layer.kernel_size[0], layer.stride[0]))
-
-    def __call__(self, obs: np.ndarray) -> np.ndarray:
-        """Q-values (actions,) of one observation (stack, size, size), all of them off by the same number."""
-        x = np.ascontiguousarray(obs.transpose(1, 2, 0))
-        for kernel, bias, width, stride in self.layers:  # x: (rows, columns, channels)
-            side = (len(x) - width) // stride + 1
-            row, column, _ = x.strides
-            shape = (side, side, width, width * x.shape[2])
-            windows = np.ndarray(shape, x.dtype, x, strides=(stride * row, stride * column, row, x.itemsize))
-            x = windows.reshape(side**2, -1).astype(np.float32) @ kernel + bias
-            x = np.maximum(x, 0).reshape(side, side, -1)
-        *_, hidden, hidden_bias, norm, norm_bias, head, head_bias = self.weights
-        x = hidden @ x.transpose(2, 0, 1).ravel() + hidden_bias
-        x -= x.mean()
-        x /= math.sqrt(x @ x / len(x) + 1e-5)
-        x = np.maximum(x * norm + norm_bias, 0)
-        q_values = head @ x + head_bias
-        return q_values[: self.num_actions]  # without the value, which changes no choice
 
 
 # ------------------------------------------------------------------------------------------------ the algorithm
@@ -475,14 +436,13 @@ class Collector:
         self.q_network = QNetwork(args).requires_grad_(False)
         self.weights = broadcast.slots[0].clone()
         vector_to_parameters(self.weights, self.q_network.parameters())  # which are now views of it
-        self.actor = None  # of one game
         self.version = -1  # of the weights
         self.updates = 0
         self.wait_seconds = 0.0  # of the last push
         self.rng = np.random.default_rng((args.seed, start))
         self.end_e = end_epsilons(args, number, self.rng)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         self.fetch_weights()
         return {
             "envs": self.envs.state_dict(),
@@ -492,7 +452,7 @@ class Collector:
             "updates": self.updates,
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict) -> None:
         self.envs.load_state_dict(saved["envs"])
         self.rng.bit_generator.state = saved["rng"]
         self.end_e[:] = saved["end_e"]
@@ -501,8 +461,6 @@ class Collector:
     def fetch_weights(self) -> None:
         if self.broadcast.version.item() != self.version:
             self.version, self.updates = self.broadcast.fetch(self.weights)
-            if self.args.envs_per_collector == 1:
-                self.actor = Actor(self.q_network, self.args.actions)
 
     def step(self) -> None:
         """One action in every game, and the block of it."""
@@ -543,11 +501,7 @@ class Collector:
         explore, random_action = self.rng.random((2, len(self.obs)))
         greedy = explore >= epsilon
         action = (random_action * self.args.actions).astype(np.int64)
-        if not greedy.any():
-            return action
-        if self.actor is not None:
-            action[0] = self.actor(self.obs[0]).argmax()
-        else:
+        if greedy.any():
             action[greedy] = self.q_network.greedy_action(self.obs[greedy])
         return action
 
@@ -736,7 +690,7 @@ class Learner:
         self.loss_sum = torch.zeros(2, device=device)  # and of mean Q-values, since the last log
         self.updates = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return {
             "q_network": self.q_network.state_dict(),
             "target_network": self.target_network.state_dict(),
@@ -746,7 +700,7 @@ class Learner:
             "generator": self.generator.get_state(),
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict) -> None:
         """Without the generator, whose numbers belong to the replay."""
         self.q_network.load_state_dict(saved["q_network"])
         self.target_network.load_state_dict(saved["target_network"])
@@ -861,8 +815,7 @@ def report(q_network: QNetwork, args: Args, scores: dict, folder: Path) -> None:
 
 def fail(message: str) -> NoReturn:
     """End the program with one line about what the user asked for, and exit code 2."""
-    line = " ".join(message.split())
-    print(f"{SCRIPT}.py: {line[:400]}", file=sys.stderr)
+    print(f"{SCRIPT}.py: {' '.join(message[:400].split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -973,6 +926,8 @@ def catch_signals() -> list[int]:
 
 def join_ranks() -> None:
     """Connect the processes of a torchrun job; only rank 0 prints."""
+    if RANKS == 1:
+        return
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
     if torch.cuda.is_available():
@@ -1039,7 +994,7 @@ def load_checkpoint(args: Args) -> tuple:
     path = Path(name)
     try:
         if name == "latest":
-            files = list(Path(args.run_dir).glob("*/checkpoint.pt"))
+            files = Path(args.run_dir).glob("*/checkpoint.pt")
             ours = [file for file in files if f'"{SCRIPT}"' in file.with_name("args.json").read_text()]
             path = max(ours, key=os.path.getmtime, default=path)
         if path.is_dir():
@@ -1071,9 +1026,9 @@ def load_adam(optimizer: torch.optim.Adam, saved: dict) -> None:
 def parse_args() -> Args:
     """The command line. With --resume and --evaluate the flags of the checkpoint are its defaults."""
     args = tyro.cli(Args, description=__doc__)
-    folder = Path(args.run_dir) / (args.run_name or "")
-    if RESTARTS > 0 and args.run_name and (folder / "checkpoint.pt").exists():  # torchrun --max-restarts
-        args.resume = str(folder)
+    checkpoint = Path(args.run_dir, args.run_name or "", "checkpoint.pt")
+    if RESTARTS > 0 and checkpoint.exists():  # torchrun --max-restarts
+        args.resume = str(checkpoint)
     if args.resume is None and args.evaluate is None:
         return args
     path, checkpoint = load_checkpoint(args)
@@ -1127,8 +1082,7 @@ def main(args: Args) -> dict:
 
 def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitStack) -> dict:
     start_time = time.perf_counter()
-    if RANKS > 1:
-        join_ranks()
+    join_ranks()
     signals = catch_signals()
 
     # --- learner and games, new or from a checkpoint --------------------------------------------------------------
@@ -1250,11 +1204,10 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
         if RANK == 0:
             save_checkpoint(folder / "checkpoint.pt", state)
 
-    def evaluate_and_log(episodes):
-        scores = evaluate(q_network, args, episodes, device)
-        for name, score in scores.items():
-            writer.add_scalar(name.replace("_", "/", 1), score, global_step)
-        return scores
+    def log(scalars):
+        if RANK == 0:
+            for name, value in scalars.items():
+                writer.add_scalar(name.replace("eval_", "eval/"), value, global_step)
 
     first_step = global_step
     first_update = logged_updates = learner.updates
@@ -1262,8 +1215,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     collectors.start(signals)
     seconds, stop = clock()
     last_log = last_eval = last_checkpoint = seconds
-    if RANK == 0:
-        writer.add_scalar("perf/warmup_s", time.perf_counter() - start_time, global_step)
+    log({"perf/warmup_s": time.perf_counter() - start_time})
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
     timer.lap()
@@ -1347,19 +1299,19 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
                 scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * num_games / max(log_stats["steps"], 1)
             for name, value in collected.items():
                 scalars[f"collect/{name}"] = value
-            if RANK == 0:
-                for name, value in scalars.items():
-                    writer.add_scalar(name, value, global_step)
-            line = f"[COLLECT] produced {collected['produced']:,}  stored {global_step:,}"
-            line += f"  SPS {rates['env_steps_per_second']:,.0f}  waiting {collected['producer_wait_ms_mean']:.1f} ms"
-            line += f"  weights {collected['weight_age']:.1f} updates old"
-            line += f"  distance {scalars.get('charts/distance', math.nan):.0f}"
-            line += f"  flags {scalars.get('charts/flags', math.nan):.0%}\n"
-            line += f"[TRAIN]   {progress:4.0%}  updates {learner.updates:,}"
-            line += f"  updates/s {rates['updates_per_second']:.1f}"
-            line += f"  ratio {rates['replay_ratio']:.2f}  loss {td_loss:.4f}  q {q_values:.2f}"
-            line += f"  greedy flags {scores.get('eval_flags', math.nan):.0%}"
-            print(line)
+            log(scalars)
+            print(
+                f"[COLLECT] produced {collected['produced']:,}  stored {global_step:,}  "
+                f"SPS {rates['env_steps_per_second']:,.0f}  waiting {collected['producer_wait_ms_mean']:.1f} ms  "
+                f"weights {collected['weight_age']:.1f} updates old  "
+                f"distance {scalars.get('charts/distance', math.nan):.0f}  "
+                f"flags {scalars.get('charts/flags', math.nan):.0%}"
+            )
+            print(
+                f"[TRAIN]   {progress:4.0%}  updates {learner.updates:,}  updates/s {rates['updates_per_second']:.1f}  "
+                f"ratio {rates['replay_ratio']:.2f}  loss {td_loss:.4f}  q {q_values:.2f}  "
+                f"greedy flags {scores.get('eval_flags', math.nan):.0%}"
+            )
             if not math.isfinite(td_loss):
                 fail(f"--learning-rate {args.learning_rate:g}: the loss is {td_loss}; a lower one works")
             timer.lap("log")
@@ -1367,7 +1319,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             break
         if args.eval_every and seconds >= last_eval + args.eval_every:
             if RANK == 0:
-                scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+                scores = evaluate(q_network, args, max(args.eval_episodes // 10, 1), device)
+                log(scores)
             seconds, stop = clock()
             last_eval = seconds  # the interval is from the end of one to the start of the next
             timer.lap()
@@ -1402,7 +1355,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     if stop:
         print(f"stopped; python {SCRIPT}.py --resume {folder}{rom} continues from {folder / 'checkpoint.pt'}")
     else:
-        scores = evaluate_and_log(args.eval_episodes)
+        scores = evaluate(q_network, args, args.eval_episodes, device)
+        log(scores)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
         report(q_network, args, scores, folder)

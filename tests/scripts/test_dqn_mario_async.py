@@ -674,21 +674,6 @@ def test_the_whole_update_against_one_that_is_written_out(run, monkeypatch, doub
         np.testing.assert_allclose(saved["target_network"][name], target[name], atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("size, stack, dueling", [(84, 4, True), (85, 3, False), (60, 1, True), (36, 4, True)])
-def test_the_actor_agrees_with_the_network(size: int, stack: int, dueling: bool) -> None:
-    """Also after the weights have changed, and where the sides of the picture are no multiple of 4."""
-    args = dataclasses.replace(Args(), size=size, stack=stack, dueling=dueling)
-    q_network = QNetwork(args).requires_grad_(False)
-    rng = np.random.default_rng(0)
-    for _ in range(3):
-        for weight in q_network.parameters():
-            weight.add_(0.05 * torch.randn_like(weight))
-        actor = script.Actor(q_network, args.actions)
-        obs = rng.integers(256, size=(stack, size, size), dtype=np.uint8)
-        expected = q_network(torch.from_numpy(obs)[None])[0].numpy()
-        np.testing.assert_allclose(actor(obs) - actor(obs).mean(), expected - expected.mean(), atol=1e-4)
-
-
 @pytest.mark.parametrize("games", [1, 6])
 def test_a_collector_plays_what_the_newest_weights_say(games: int) -> None:
     args = args_of(envs_per_collector=games, num_collectors=1, start_e=0.0, end_e=0.0)
@@ -711,7 +696,7 @@ def test_exploring_asks_no_network(games: int) -> None:
     broadcast = Broadcast(torch.cat([w.detach().flatten() for w in QNetwork(args).parameters()]))
     ring = make_ring(args)
     collector = script.Collector(args, 0, 0, ring, broadcast)
-    collector.actor = collector.q_network = None
+    collector.q_network = None
     collector.version = broadcast.version.item()
     for _ in range(16):
         collector.step()
