@@ -195,7 +195,7 @@ BROKEN = {  # code of ppo_snake.py, what replaces it, and why that is refused: N
         "_local_scalar_dense",
     ),
     "number to the host": ("loss_sum.add_(means)", "loss_sum.add_(means.tolist()[0])", "tolist"),
-    "optimizer": ("capturable=args.cudagraph", "capturable=False", "Adam is not capturable"),
+    "optimizer": ("fused=True, capturable=args.cudagraph", "fused=True, capturable=False", "Adam is not capturable"),
     "generator": ("exponential_(generator=generator)", "exponential_(generator=other_generator)", "not registered"),
 }
 
