@@ -1,16 +1,16 @@
-"""CUDA graphs without a GPU: what a capture would refuse, and where replays would lead.
+"""CUDA graphs without a GPU: which operations a capture refuses, and what a replay computes.
 
-`install` puts a stand-in for `torch` into a script and its games. There, `torch.device("cuda")` is a device whose type
-reads "cuda" and whose tensors lie on the CPU: `main` itself decides for CUDA, and no part of the script is replaced.
+`install` puts a substitute for `torch` into a script and its games. There, `torch.device("cuda")` is a device whose
+type reads "cuda" and whose tensors are on the CPU: `main` itself chooses CUDA, and no part of the script is replaced.
 `torch.cuda.CUDAGraph` is a tape:
 
-- A capture runs the function under a `TorchDispatchMode`, which sees every operation below autograd and autocast. What
-  would wait for the device or copy from the host is `Refused`, with the line of the script. What writes or makes a
-  tensor goes on the tape. At the end all memory and random numbers are put back, because a capture has no effect, and
-  memory that it made is filled with garbage.
-- A replay runs the operations on the tape again, on the same memory, with the Python numbers that they had then.
+- A capture runs the function under a `TorchDispatchMode`, which sees every operation below autograd and autocast. An
+  operation that would wait for the device or copy from the host raises `Refused` with the line of the script. One that
+  writes or makes a tensor is recorded on the tape. At the end all memory and random numbers are restored, because a
+  capture has no effect, and memory that it made is filled with garbage.
+- A replay runs the recorded operations again, on the same memory, with the Python numbers of the capture.
 
-So a number that is frozen, or a tensor that is bound anew, leads a run with --cudagraph elsewhere than one without it.
+So a frozen number or a replaced tensor makes a run with --cudagraph differ from a run without it.
 
 Not seen: tensors on different devices (all are on the CPU), the precision of a GPU's kernels (autocast casts what it
 casts on a CPU), streams that race.
@@ -105,7 +105,7 @@ def written_arguments(operation: torch._ops.OpOverload) -> list[tuple[int, str]]
 
 
 class Recorder(TorchDispatchMode):
-    """A capture: what is done while it is on goes on `tape`, and `undo` makes it undone."""
+    """A capture: operations are recorded on `tape` while it is active, and `undo` reverts them."""
 
     def __init__(self, generators: list[torch.Generator], refuse: Callable[[str], NoReturn]) -> None:
         super().__init__()

@@ -186,7 +186,7 @@ BROKEN = {  # code of ppo_snake.py, what replaces it, and why that is refused: N
         "ent_coef = np.float64(args.ent_coef * max(1 - progress, 0))",
         None,
     ),
-    "memory of a tensor bound anew": ("advantages.copy_(gae(", "advantages.data = (gae(", None),
+    "a tensor with new memory": ("advantages.copy_(gae(", "advantages.data = (gae(", None),
     "mask in the loop": ("values[step] = value", "value[terminated] = 0", "a mask as an index"),
     "number by index": ("values[step] = value", "values[step] = 0.0", "a number from the host"),
     "branch on a tensor": (
@@ -285,7 +285,7 @@ def test_a_capture_has_no_effect_and_each_replay_has_one(monkeypatch, name) -> N
 
 
 def test_a_replay_learns(monkeypatch) -> None:
-    """Backward passes, gradients that are made anew, and a step of Adam."""
+    """Backward passes, gradients that are allocated again, and a step of Adam."""
     cuda = install(monkeypatch, sys.modules[__name__])
     weights = []
     for with_graph in (False, True):

@@ -437,7 +437,7 @@ def test_work_is_rewarded_whoever_has_the_heart() -> None:
     body.inventory[ORE] = 1
     assert act(arena, PUT)[1] == act(arena, GET)[1] == [0.0] and body.inventory[LASER] == 2
     arena.grid[9][10] = None
-    put(arena, "mine_red", 9, 10, ore_red=4)  # and one that it digs in this step
+    put(arena, "mine_red", 9, 10, ore_red=4)  # and one more is dug in this step
     assert act(arena, GET)[1] == [0.5]
 
 
@@ -496,7 +496,7 @@ def test_a_laser_freezes_and_robs_and_armor_stops_it() -> None:
     assert features(obs[1])[FROZEN] == 1
     target.inventory[ORE] = 1
     act(arena, NEAREST)
-    assert target.timer == 9 and shooter.inventory[ORE] == 7  # frozen anew, but robbed only once
+    assert target.timer == 9 and shooter.inventory[ORE] == 7  # frozen again, but robbed only once
     for _ in range(9):
         act(arena, NOOP, FORWARD)
     assert target.row == 8 and target.timer == 0

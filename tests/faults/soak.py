@@ -3,11 +3,11 @@
     python tests/faults/soak.py dqn_snake.py 20
     python tests/faults/soak.py ppo_metta.py 20 --rnn none
     python tests/faults/soak.py dqn_snake_sb3_compat.py 20 --buffer-size 100000  # a replay that still fills grows
-    taskset -c 0 python tests/faults/soak.py ppo_snake.py 20 --threads 1  # beside another one on another core
+    taskset -c 0 python tests/faults/soak.py ppo_snake.py 20 --threads 1  # while another run uses another core
 
 Exit code 1 if memory grew by more than 2 % after the first two minutes, if there are more files or processes at the end
 than then, or if the last minute was slower than 95 % of the third. Machines become slower too: what counts is the speed
-beside that of matrix products in this process, per second of its own time on a core.
+next to that of matrix products in this process, per second of its own time on a core.
 """
 
 import re

@@ -60,7 +60,7 @@ class Executed:
 
 
 def other_values(tensor: torch.Tensor) -> list[Any]:
-    """What may stand in a tensor's place."""
+    """What may replace a tensor."""
     values = [tensor.double(), tensor.bool(), tensor.flatten()[:-1], tensor[None], tensor.new_zeros(0), None, "text"]
     values += [{}, [], tensor.tolist() if tensor.numel() < 100 else 0, tensor.clone().to_sparse()]
     values += [torch.full_like(tensor, 127), torch.zeros_like(tensor), torch.empty(tensor.shape, device="meta")]

@@ -67,7 +67,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on(script, tries) -> None:
 
 @pytest.mark.parametrize("script", ["dqn_mario_async"], indirect=True)
 def test_the_counts_hold_while_collectors_are_killed_and_stopped(script, tries) -> None:
-    """What was produced is stored, in a ring or lost, at every log line; one that is stopped holds up nothing."""
+    """What was produced is stored, in a ring or lost, at every log line; a stopped collector holds up nothing."""
     moments = random.Random(0)
     run = start(script, total_timesteps=10**9, log_every=0.2, run_name="run")
     wait_for_log(run)

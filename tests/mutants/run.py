@@ -4,7 +4,7 @@
     python tests/mutants/run.py dqn_snake     # one list
     python tests/mutants/run.py dqn_snake -k epsilon
 
-A list is a text file beside this one: mutants separated by lines of `====`, each with a first line
+A list is a text file in this folder: mutants separated by lines of `====`, each with a first line
 `file | test file::test or -k expression | what is wrong`, the code as it is, a line `----`, and the code as it is then.
 Run by hand: it is not part of the test suite.
 """

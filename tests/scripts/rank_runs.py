@@ -57,7 +57,7 @@ def free_port() -> int:
 
 
 def small_flags(name: str, **flags: Any) -> dict[str, Any]:
-    """A run of two ranks that goes on until it is ended."""
+    """A run of two ranks without an end."""
     small = COMMON | SMALL[name] | {"run_name": "run", "total_timesteps": None, "log_every": 0.05}
     if name == "ppo_metta":
         small["size"] = 20
@@ -124,7 +124,7 @@ def wait_until_gone(processes: set[int], seconds: float = 20) -> None:
 
 
 def wait_until_removed(shared_before: set[str], seconds: float = 20) -> None:
-    """Tests beside this one make semaphores too, which have a name for a moment."""
+    """Other tests make semaphores at the same time, which have a name for a moment."""
     end = time.monotonic() + seconds
     while left := set(os.listdir("/dev/shm")) - shared_before:
         assert time.monotonic() < end, f"shared memory {left} is left"

@@ -89,7 +89,7 @@ class Script:
 
     @property
     def longer(self) -> int:
-        """Steps with which a run that is over goes on."""
+        """--total-timesteps with which a finished run continues."""
         return 2 * self.flags["total_timesteps"]
 
     @property

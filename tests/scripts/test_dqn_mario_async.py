@@ -38,7 +38,7 @@ from envs.workers import SPAWN
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-META = torch.device("meta")  # stands for a GPU: what would wait for one fails there by itself
+META = torch.device("meta")  # in place of a GPU: what would wait for a GPU raises here
 ROOT = Path(__file__).parents[2]
 QUICK = dict(
     device="cpu", num_collectors=0, envs_per_collector=6, size=48, channels=4, hidden_size=16, batch_size=8,
@@ -1126,7 +1126,7 @@ def test_the_console_lines(run, capsys) -> None:
 def test_evaluation_plays_every_game_once_to_its_end(monkeypatch) -> None:
     """Against single lanes played one after the other."""
     args = args_of()
-    torch.manual_seed(5)  # weights that do not stand still
+    torch.manual_seed(5)  # weights that change
     q_network = QNetwork(args)
     distances = []
     for lane in range(5):

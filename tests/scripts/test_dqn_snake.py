@@ -129,8 +129,8 @@ def test_mirroring_the_board_mirrors_the_values(kind: str) -> None:
             mirrored[obs.flip(2) == first + left] = first + right
     food, head = (obs == FOOD).nonzero(), (obs >= HEAD).nonzero()
     heading = (obs.flatten(1).max(1).values - HEAD) % 2
-    beside = torch.where(heading == 0, food[:, 2] != head[:, 2], food[:, 1] != head[:, 1])
-    q, mirrored_q = q_network(obs[beside]), q_network(mirrored[beside])
+    sideways = torch.where(heading == 0, food[:, 2] != head[:, 2], food[:, 1] != head[:, 1])
+    q, mirrored_q = q_network(obs[sideways]), q_network(mirrored[sideways])
     assert len(q) > 20
     torch.testing.assert_close(mirrored_q, q[:, [0, 3, 2, 1]], atol=1e-5, rtol=1e-5)
 

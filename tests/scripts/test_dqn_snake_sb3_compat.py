@@ -1,4 +1,4 @@
-"""The SB3-compatible trainer beside Stable-Baselines3 itself: numbers, files, settings; and what it refuses."""
+"""The SB3-compatible trainer compared with Stable-Baselines3: numbers, files, settings, and refusals."""
 
 import base64
 import dataclasses
@@ -181,7 +181,7 @@ def test_a_whole_run_makes_sb3s_decisions(run) -> None:
 
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_whole_updates_against_ten_lines_in_double_precision(run, monkeypatch, num_envs) -> None:
-    """42 updates written out anew: Huber loss, clipping, Adam, a step size that falls, target updates on the way."""
+    """42 updates written out: Huber loss, clipping, Adam, a falling learning rate, target updates on the way."""
     made, batches, norms, init, gather = [], [], [], QNetwork.__init__, script.ReplayBuffer.transitions_at
 
     def keep(self, *arguments) -> None:
@@ -868,7 +868,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch,
 
 
 def test_bf16_moves_what_the_network_says_and_reaches_every_weight(run, monkeypatch) -> None:
-    """One autocast context around the whole run, as the original had, goes on with the first weights."""
+    """One autocast context around the whole run, as in the original, keeps using the first weights."""
     networks, said, gradients, init = [], [], [], QNetwork.__init__
     probe = torch.eye(3)[torch.randint(3, (4, 6, 6))]
     monkeypatch.setattr(QNetwork, "__init__", lambda self, *a: networks.append(self) or init(self, *a))
@@ -989,7 +989,7 @@ def test_every_flag_changes_what_it_says(run, plain, flag) -> None:
     more = {
         "policy": {"env_id": "SnakeOneHot-v0"},
         "env_id": {"board": "9x9"},
-        "threads": {"total_timesteps": 60, "learning_starts": 60},  # two threads crawl beside another busy process
+        "threads": {"total_timesteps": 60, "learning_starts": 60},  # two threads crawl while another process is busy
     }.get(flag, {})
     assert look(*run(**{flag: value} | more)) != look(*plain)
 

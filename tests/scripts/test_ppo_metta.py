@@ -527,7 +527,7 @@ def test_a_whole_rollout_is_learned_from_as_independent_code_does(run, recorded,
     flags = dict(prio_alpha=0.7, prio_beta0=0.4, learning_rate=0.02, ent_coef=0.3, end_ent_coef=0.1, update_epochs=2)
     flags |= dict(muon_learning_rate=1e-3)
     flags |= dict(clip_coef=0.1, vf_clip_coef=0.2, vf_coef=0.7, gamma=0.9, gae_lambda=0.8, rho_clip=0.9, c_clip=0.8)
-    # Clipped this much, gradients are small beside Adam's epsilon: else no scale of them would make a difference.
+    # Clipped this much, gradients are small next to Adam's epsilon; otherwise their scale would not matter.
     _, folder = run(max_grad_norm=1e-3, **flags)
     trained = load(folder)["agent"]
     assert len(segments_of) == 8 and load(folder)["global_step"] == 384
@@ -743,7 +743,7 @@ def test_a_run_goes_on_with_its_games_in_workers(tmp_path, trained, capsys) -> N
         (tmp_path / "args.json").unlink(missing_ok=True)
         main(Args(**QUICK | {"resume": str(tmp_path), "total_timesteps": 384 * more} | where))
         assert load(tmp_path)["global_step"] == 384 * more
-    assert "the games start anew" not in capsys.readouterr().out.split(str(tmp_path))[-1]
+    assert "new games" not in capsys.readouterr().out.split(str(tmp_path))[-1]
 
 
 def test_flags_that_name_code_or_are_not_the_runs_own_stay_on_the_command_line(tmp_path, trained, capsys) -> None:

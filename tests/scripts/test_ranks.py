@@ -302,7 +302,7 @@ def test_a_rank_that_is_killed_comes_back_and_goes_on_from_the_last_checkpoint(t
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo_metta", "dqn_mario_async"])  # what they share is the same letter for letter
 def test_two_nodes_train_together_and_one_that_leaves_ends_the_other(tmp_path, name) -> None:
-    """Two torchrun agents on one machine, first to the end, then with one that is killed with its rank."""
+    """Two torchrun agents on one machine: both finish; then one is killed together with its rank."""
     endpoint = f"localhost:{free_port()}"
     options = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     whole = small_flags(name, max_seconds=6.0)
