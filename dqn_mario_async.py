@@ -31,8 +31,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-# How long an idle thread spins. Two threads share two cores with one busy process twice as fast with this as without.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# How long an idle thread spins. While another process keeps one of two cores busy, two threads are faster with this.
+os.environ.setdefault("GOMP_SPINCOUNT", "300")
 
 import numpy as np
 import torch

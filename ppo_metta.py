@@ -27,9 +27,9 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-# How long an idle thread spins. Two threads share two cores with one busy process twice as fast with this as without
-# it. On a quiet machine it costs 5 to 10 %.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# How long an idle thread spins. While another process keeps one of two cores busy, two threads are twice as fast with
+# this. On a quiet machine it costs up to 5 %.
+os.environ.setdefault("GOMP_SPINCOUNT", "300")
 
 import numpy as np
 import torch
