@@ -950,7 +950,6 @@ def throughput(env_steps: int, updates: float, batch_size: int, phases: Counter)
         "samples_per_second": samples / seconds,
         "replay_ratio": samples / max(env_steps, 1),
         "rollout_fraction": 1 - phases["learn"] / seconds,
-        "train_fraction": phases["learn"] / seconds,
     }
 
 
@@ -1012,7 +1011,7 @@ def load_checkpoint(args: Args) -> tuple:
             ours = [file for file in files if f'"{SCRIPT}"' in file.with_name("args.json").read_text()]
             path = max(ours, key=os.path.getmtime, default=path)
         if path.is_dir():
-            path = path / "checkpoint.pt"
+            path /= "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         made_by = [checkpoint["script"], checkpoint["version"]]
         if made_by != [SCRIPT, CHECKPOINT_VERSION] or checkpoint["args"].keys() != vars(args).keys():
@@ -1346,7 +1345,7 @@ if __name__ == "__main__":
         sys.stdout.reconfigure(line_buffering=True)
         main(parse_args())
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        sys.exit(130)
     except BrokenPipeError:  # the reader is gone (`| head`)
         os._exit(141)
     except (OSError, MemoryError, RuntimeError) as error:

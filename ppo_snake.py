@@ -310,7 +310,7 @@ def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> d
     playing = torch.arange(episodes, device=device)  # games that have not ended
     action = torch.zeros_like(playing)
     score = torch.zeros_like(playing)
-    while len(playing) > 0:
+    while len(playing):
         action[playing] = agent.greedy_move(obs[playing])
         obs, _, terminated, truncated, info = envs.step(action)
         score[playing] = info["score"][playing]
@@ -435,7 +435,6 @@ def throughput(env_steps: int, updates: float, batch_size: int, phases: Counter)
         "samples_per_second": samples / seconds,
         "replay_ratio": samples / max(env_steps, 1),
         "rollout_fraction": 1 - phases["learn"] / seconds,
-        "train_fraction": phases["learn"] / seconds,
     }
 
 
@@ -527,7 +526,7 @@ def load_checkpoint(args: Args) -> tuple:
             ours = [file for file in files if f'"{SCRIPT}"' in file.with_name("args.json").read_text()]
             path = max(ours, key=os.path.getmtime, default=path)
         if path.is_dir():
-            path = path / "checkpoint.pt"
+            path /= "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         made_by = [checkpoint["script"], checkpoint["version"]]
         if made_by != [SCRIPT, CHECKPOINT_VERSION] or checkpoint["args"].keys() != vars(args).keys():
@@ -548,7 +547,7 @@ def parse_args() -> Args:
     """The command line. With --resume and --evaluate the flags of the checkpoint are its defaults."""
     args = tyro.cli(Args, description=__doc__)
     checkpoint = Path(args.run_dir, args.run_name or "", "checkpoint.pt")
-    if RESTARTS > 0 and checkpoint.exists():  # torchrun --max-restarts
+    if RESTARTS and checkpoint.exists():  # torchrun --max-restarts
         args.resume = str(checkpoint)
     if args.resume is None and args.evaluate is None:
         return args
@@ -669,8 +668,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     writer = open_run_folder(args, folder, global_step) if RANK == 0 else None
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {args.threads} threads"
     precision = str(dtype).removeprefix("torch.")
-    print(f"{folder} on {RANKS} x {device_name} in {precision}")
-    print(f"{args.num_envs} games; {args.update_epochs} x {args.num_minibatches} updates on {samples_per_update} steps")
+    print(f"{folder}: {args.num_envs} games on {RANKS} x {device_name} in {precision}")
 
     # --- collecting -----------------------------------------------------------------------------------------------
     timer = PhaseTimer(device)
@@ -892,15 +890,12 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     return summary
 
 
-if __name__ == "__main__":
-    threading.excepthook = lambda _: None  # TensorBoard's thread: its error is raised again in this one
+def run_script() -> None:
+    """Ends with one line if there is something that the user can do."""
     try:
-        sys.stdout.reconfigure(line_buffering=True)
         main(parse_args())
-        if RANKS > 1:  # gloo's threads abort one exit in forty, after all is done (PyTorch 2.13)
-            os._exit(0)
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        sys.exit(130)
     except BrokenPipeError:  # the reader is gone (`| head`)
         os._exit(141)
     except (OSError, MemoryError, RuntimeError) as error:
@@ -910,4 +905,16 @@ if __name__ == "__main__":
             fail(f"--compile: failed ({error}); --no-compile works")
         if isinstance(error, OSError) or RANKS > 1:  # in a torchrun job another process may have ended
             fail(str(error))
+        raise
+
+
+if __name__ == "__main__":
+    threading.excepthook = lambda _: None  # TensorBoard's thread: its error is raised again in this one
+    sys.stdout.reconfigure(line_buffering=True)
+    try:
+        run_script()
+        raise SystemExit(0)
+    except SystemExit as end:
+        if RANKS > 1:  # gloo's threads abort one exit in forty, after all is done (PyTorch 2.13)
+            os._exit(end.code)
         raise

@@ -154,6 +154,7 @@ def run(flags: str, options: Options, script: str = "dqn_snake.py", ranks: int =
     print(f"  {script} {flags}", flush=True)
     summary = json.loads((run_folder(name) / "summary.json").read_text())
     summary["flags"] = flags
+    summary["train_fraction"] = 1 - summary["rollout_fraction"]
     summary["run"] = name
     if options.device == "cpu" or not torch.cuda.is_available():
         summary["peak_memory_gib"] = float(done.stdout.splitlines()[-1])

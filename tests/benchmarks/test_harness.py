@@ -41,12 +41,13 @@ def test_runs_have_names_of_their_own_and_their_peak_memory(monkeypatch, tmp_pat
         names.append(command[command.index("--run-name") + 1])
         folder = tmp_path / "runs" / names[-1]
         folder.mkdir(parents=True)
-        (folder / "summary.json").write_text("{}")
+        (folder / "summary.json").write_text('{"rollout_fraction": 0.25}')
         return subprocess.CompletedProcess(command, 0, "a line of the script\n1.5\n", "")
 
     monkeypatch.setattr(subprocess, "run", run)
     found = [harness.run("", Options(device="cpu")) for _ in range(3)]
     assert len(set(names)) == 3 and {one["peak_memory_gib"] for one in found} == {1.5}
+    assert found[0]["train_fraction"] == 0.75
     assert report.peak_gib(found) == "1.50" and report.peak_gib([{"peak_memory_gib": None}]) == "–"
 
 
