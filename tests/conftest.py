@@ -12,7 +12,16 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also tests marked slow or games")
     parser.addoption("--long", action="store_true", help="ten to a hundred times as many tries in tests/faults")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    marked = [item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("games")]
+    items[:] = [item for item in items if item not in marked]
+    config.hook.pytest_deselected(items=marked)
 
 
 @pytest.fixture(autouse=True)
