@@ -281,11 +281,12 @@ def is_image(space: gym.spaces.Box) -> bool:
 # ---------------------------------------------------------------------------------------------------- networks
 
 
-SDPA_BACKENDS = {  # in the order of preference
+SDPA_BACKENDS = {
+    "auto": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,  # always runs
+    "math": SDPBackend.MATH,
 }
 
 
@@ -302,7 +303,7 @@ class Transformer(nn.Module):
         self.features_dim = 128
         width = 64
         rows, columns, channels = observation_space.shape
-        self.backends = list(SDPA_BACKENDS.values()) if sdpa == "auto" else [SDPA_BACKENDS[sdpa], SDPBackend.MATH]
+        self.attention = SDPA_BACKENDS[sdpa]
         self.embed = nn.Linear(channels, width)
         # Sinusoidal positions: half of the width for the row, half for the column.
         frequencies = 1e4 ** -torch.arange(0, 1, 4 / width)
@@ -317,14 +318,8 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.out = nn.Sequential(nn.Linear(width, self.features_dim), nn.ReLU())
 
-    def kernel(self, dtype: torch.dtype, device: torch.device) -> str:
-        """Name of the kernel that PyTorch picks here."""
-        q = torch.empty(1, 4, 16, 16, dtype=dtype, device=device)
-        with sdpa_kernel(self.backends, set_priority=True):
-            return SDPBackend(torch._fused_sdp_choice(q, q, q, dropout_p=self.layers[0].dropout.p)).name.lower()
-
     def forward(self, obs: Tensor) -> Tensor:
-        with sdpa_kernel(self.backends, set_priority=True):
+        with sdpa_kernel(self.attention):
             x = self.layers(self.embed(obs.flatten(1, 2)) + self.position)
         return self.out(self.norm(x.mean(1)))
 
@@ -1099,12 +1094,13 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     games = Games(args)
     replay = ReplayBuffer(args, games.envs[0].observation_space, device)
     learner = Learner(args, games.envs[0], replay, device, dtype)
-    sdpa = None
-    if args.policy == "transformer":
-        sdpa = learner.q_network.features_extractor.kernel(dtype, device)
-        works = sdpa.split("_")[0]
-        if args.sdpa not in ("auto", works):
-            fail(f"--sdpa {args.sdpa}: does not run with this --device and --dropout; --sdpa {works} works")
+    if args.policy == "transformer" and args.sdpa not in ("auto", "math"):
+        q = torch.zeros(1, 4, 16, 16, dtype=dtype, device=device)
+        try:
+            with sdpa_kernel(SDPA_BACKENDS[args.sdpa]), warnings.catch_warnings(action="ignore"):
+                F.scaled_dot_product_attention(q, q, q, dropout_p=args.dropout)
+        except RuntimeError:
+            fail(f"--sdpa {args.sdpa}: does not run with this --device and --dropout; --sdpa math works")
     last_episodes = deque(maxlen=100)  # return, length and score, as in SB3's curves
 
     # --- new, from a checkpoint, or from a zip --------------------------------------------------------------------
@@ -1158,8 +1154,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {args.threads} threads"
     precision = str(dtype).removeprefix("torch.")
     active = f"{precision}, {'compiled' if args.compile else 'eager'}, batch size {args.batch_size}"
-    if sdpa is not None:
-        active += f", {sdpa}"
     print(f"{folder} on {device_name}: {active}")
 
     # --- switches -------------------------------------------------------------------------------------------------
@@ -1307,7 +1301,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         "precision": precision,
         "compiled": args.compile,
         "cudagraph": args.cudagraph,
-        "sdpa": sdpa,
+        "sdpa": args.sdpa if args.policy == "transformer" else None,
         "env_steps": global_step,
         "updates": updates,
         "episodes": episodes,

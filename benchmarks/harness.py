@@ -180,7 +180,7 @@ def in_subprocess(function: Callable, one_core: bool = False, **arguments: Any) 
     if done.returncode:
         missing = re.search("No module named '([^']+)'", done.stderr)
         if missing:
-            fail(f"{missing[1]} is not installed; pip install -r requirements-games.txt installs all peers")
+            fail(f"{missing[1]} is not installed; pip install -r requirements-games.txt installs the peers")
         sys.exit(f"{function.__name__} failed:\n{done.stderr}")
     print(f"  {function.__name__} {' '.join(f'{name}={value}' for name, value in arguments.items())}", flush=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -141,20 +141,16 @@ CONFIGURATIONS += ["bf16 + compile + flash"]
 
 def inactive(words: list[str], one: dict) -> dict[str, str]:
     """Switches among `words` that were inactive in a run, and what ran instead."""
-    kernel = one["sdpa"].removesuffix("_attention")
     ran = {
         "bf16": one["precision"].replace("bfloat", "bf"),
         "compile": "compile" if one["compiled"] else "eager mode",
-        "flash": kernel,
-        "efficient": kernel,
-        "math": kernel,
     }
     return {word: f"{word} not active, {ran[word]} instead" for word in words if ran.get(word, word) != word}
 
 
 def sweep_cells(options: Options, device: torch.device, batches: tuple[int, ...]) -> list[dict]:
     """One run per configuration and batch size, or the reason there is none."""
-    unavailable = {"tf32": "needs CUDA", "efficient": "needs CUDA"}
+    unavailable = {"tf32": "needs CUDA", "efficient": "needs CUDA", "flash": "needs CUDA or no dropout"}
     if device.type == "cuda":
         unavailable = {}
         if torch.cuda.get_device_capability() < (8, 0):
