@@ -4,6 +4,7 @@ import json
 import statistics
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from benchmarks.harness import median
@@ -11,9 +12,9 @@ from benchmarks.report import image_file, results_file
 
 Line = tuple[str, list, list]  # label, x, y
 GAMES = {
-    "score": ("Snake", "food per greedy game"),
-    "hearts": ("Arena", "hearts"),
-    "distance": ("Mario", "pixels"),
+    "score": ("Snake", "food per greedy game", "dqn_snake.py"),
+    "hearts": ("Arena", "hearts", "ppo_metta.py"),
+    "distance": ("Mario", "pixels", "dqn_mario_async.py"),
 }
 GAMES_ALONE = {
     "SnakeBatch": "game alone",
@@ -73,12 +74,12 @@ def draw_throughput(device: torch.device) -> None:
 
 
 def draw_time_to(goal: str, device: torch.device) -> None:
-    game, score = GAMES[goal]
+    game, score, script = GAMES[goal]
     lines = []
     for label, curves in read_results(f"time-to-{goal}", device).get("curves", {}).items():
         for curve in curves:
-            lines.append((label, *zip(*curve)))
-    title = f"{game}: learning curves of ours and Stable-Baselines3, one line per seed"
+            lines.append((label.replace("ours", script), *zip(*curve)))
+    title = f"{game}: {script} and Stable-Baselines3, median and range"
     axes = {"xlabel": "seconds of training", "xscale": "log", "ylabel": f"mean {score}"}
     save_plot(f"time-to-{goal}", device, lines, title=title, **axes)
 
@@ -88,13 +89,13 @@ def draw_learning(device: torch.device) -> None:
     for one in read_results("learn", device).get("runs", []):
         if "--max-seconds 600" in one["flags"]:
             flags = one["flags"].split(" --seed")[0].replace("--max-seconds 600", "").strip()
-            lines.append((flags or "defaults", *zip(*one["curve"])))
+            lines.append((f"dqn_snake.py {flags}".strip(), *zip(*one["curve"])))
     axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
-    save_plot("learning", device, lines, title="Snake: ten minutes of dqn_snake.py, one line per seed", **axes)
+    save_plot("learning", device, lines, title="Snake: ten minutes of training, median and range", **axes)
 
 
 def save_plot(name: str, device: torch.device, lines: list[Line], **settings: str) -> None:
-    """Lines with the same label share a color. Writes nothing without lines."""
+    """Of lines with the same label, the median and the range. Writes nothing without lines."""
     if not lines:
         return
     import matplotlib  # not needed on a GPU machine
@@ -104,17 +105,19 @@ def save_plot(name: str, device: torch.device, lines: list[Line], **settings: st
     from matplotlib.ticker import LogFormatter
 
     figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
-    colors = {}
-    for label, x, y in lines:
-        colors.setdefault(label, f"C{len(colors)}")
-        axes.plot(x, y, ".-", color=colors[label], linewidth=1, markersize=4)
+    for label in dict.fromkeys(label for label, _, _ in lines):
+        curves = [(x, y) for name, x, y in lines if name == label]
+        end = min(x[-1] for x, _ in curves)  # of the shortest
+        places = [place for place in curves[0][0] if place <= end]
+        values = np.stack([np.interp(places, x, y) for x, y in curves])
+        axes.plot(places, np.median(values, 0), ".-", linewidth=1, markersize=4, label=label)
+        axes.fill_between(places, values.min(0), values.max(0), alpha=0.2)
     axes.set(**settings)
     if settings.get("xscale") == "log":  # 20 and 30, not 2 x 10^1, which overlap
         axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    samples = [plt.Line2D([], [], color=color) for color in colors.values()]
-    figure.legend(samples, colors, loc="outside right upper", frameon=False)
+    figure.legend(loc="outside right upper", frameon=False)
     path = image_file(name, device)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
