@@ -17,6 +17,7 @@ to bottom.
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -72,7 +73,7 @@ class Args:
     total_timesteps: int | None = None
     """environment steps to train for (None: no limit)"""
     max_seconds: float | None = None
-    """wall-clock limit, with warm-up and periodic evaluations (None: 900, or no limit with --total-timesteps)"""
+    """training time in seconds, with evaluations, without warm-up (None: 900, or no limit with --total-timesteps)"""
     run_dir: str = "runs"
     """folder of all runs"""
     run_name: str | None = None
@@ -260,6 +261,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
             fail(f"--{name}: needs CUDA; --no-{name} works")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
+    if "/" in (args.run_name or ""):
+        fail(f"--run-name {args.run_name}: must be a name without /")
     if args.render and args.evaluate is None:
         fail("--render: needs --evaluate PATH")
     if args.resume is not None and args.evaluate is not None:
@@ -788,7 +791,6 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
     distance, flag, score = np.array(games, float).T
     return {
         "eval_score_mean": score.mean().item(),
-        "eval_score_median": np.median(score).item(),
         "eval_score_max": score.max().item(),
         "eval_flags": flag.mean().item(),
         "eval_distance_mean": distance.mean().item(),
@@ -1212,9 +1214,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     first_update = logged_updates = learner.updates
     scores = {}
     collectors.start(signals)
-    seconds, stop = clock()
-    last_log = last_eval = last_checkpoint = seconds
     log({"perf/warmup_s": time.perf_counter() - start_time})
+    start_time = time.perf_counter()  # the warm-up does not count
+    seconds = last_log = last_eval = last_checkpoint = seconds_before
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
     timer.lap()
@@ -1329,6 +1331,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
             timer.lap()
 
     # --- the end: first what must not be lost ---------------------------------------------------------------------
+    if learner.updates == first_update:
+        print("nothing was learned: the run ended before --learning-starts")
     save()
     if RANKS > 1:
         dist.destroy_process_group()
@@ -1350,16 +1354,18 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     summary_file = folder / "summary.json"
     summary_file.write_text(json.dumps(summary, indent=2))
     signals.append(0)  # all is saved: from here on a signal ends the program
-    rom = f" --rom {args.rom}" if args.rom else ""
+    script = shlex.quote(sys.argv[0])
+    run = shlex.quote(str(folder))
+    rom = f" --rom {shlex.quote(args.rom)}" if args.rom else ""
     if stop:
-        print(f"stopped; python {SCRIPT}.py --resume {folder}{rom} continues from {folder / 'checkpoint.pt'}")
+        print(f"stopped; python {script} --resume {run}{rom} continues from {folder / 'checkpoint.pt'}")
     else:
         scores = evaluate(q_network, args, args.eval_episodes, device)
         log(scores)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
         report(q_network, args, scores, folder)
-        print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render{rom}")
+        print(f"watch it play: python {script} --evaluate {run} --render{rom}")
     writer.close()
     return summary
 
@@ -1384,7 +1390,7 @@ def run_script() -> None:
 
 if __name__ == "__main__":
     threading.excepthook = lambda _: None  # TensorBoard's thread: its error is raised again in this one
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
     try:
         run_script()
         raise SystemExit(0)

@@ -15,6 +15,7 @@ it from top to bottom.
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -65,7 +66,7 @@ class Args:
     total_timesteps: int | None = None
     """environment steps to train for (None: no limit)"""
     max_seconds: float | None = None
-    """wall-clock limit, with warm-up and periodic evaluations (None: 120, or no limit with --total-timesteps)"""
+    """training time in seconds, with evaluations, without warm-up (None: 120, or no limit with --total-timesteps)"""
     run_dir: str = "runs"
     """folder of all runs"""
     run_name: str | None = None
@@ -207,6 +208,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         fail("--cudagraph: works with one process only; --no-cudagraph works")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
+    if "/" in (args.run_name or ""):
+        fail(f"--run-name {args.run_name}: must be a name without /")
     if args.render and args.evaluate is None:
         fail("--render: needs --evaluate PATH")
     if args.resume is not None and args.evaluate is not None:
@@ -433,7 +436,6 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
     score = score.double()
     return {
         "eval_score_mean": score.mean().item(),
-        "eval_score_median": score.median().item(),
         "eval_score_max": score.max().item(),
         "eval_full_boards": (score == rules_of(args).max_score).double().mean().item(),
         "eval_episodes": episodes,
@@ -889,9 +891,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     updates = logged_updates = 0
     transitions_stored = replay.size.item() * args.num_envs
     scores = {}
-    seconds, stop = clock()
-    last_log = last_eval = last_checkpoint = seconds
     log({"perf/warmup_s": time.perf_counter() - start_time})
+    start_time = time.perf_counter()  # the warm-up does not count
+    seconds = last_log = last_eval = last_checkpoint = seconds_before
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
     timer.lap()
@@ -954,8 +956,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 f"updates/s {rates['updates_per_second']:>5.0f}  epsilon {epsilon:.3f}  score {score:5.1f}  "
                 f"greedy {scores.get('eval_score_mean', math.nan):5.1f}"
             )
-            if not math.isfinite(losses[0]):
-                fail(f"--learning-rate {args.learning_rate:g}: the loss is {losses[0]}; a lower one works")
             timer.lap("log")
         if is_last:
             break
@@ -972,6 +972,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             timer.lap()
 
     # --- the end: first what must not be lost ---------------------------------------------------------------------
+    if updates == 0:
+        print("nothing was learned: the run ended before --learning-starts")
     save()
     if RANKS > 1:
         dist.destroy_process_group()
@@ -992,15 +994,17 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     summary_file = folder / "summary.json"
     summary_file.write_text(json.dumps(summary, indent=2))
     signals.append(0)  # all is saved: from here on a signal ends the program
+    script = shlex.quote(sys.argv[0])
+    run = shlex.quote(str(folder))
     if stop:
-        print(f"stopped; python {SCRIPT}.py --resume {folder} continues from {folder / 'checkpoint.pt'}")
+        print(f"stopped; python {script} --resume {run} continues from {folder / 'checkpoint.pt'}")
     else:
         scores = evaluate(q_network, args, args.eval_episodes, device)
         log(scores)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
         report(q_network, args, device, scores, folder)
-        print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
+        print(f"watch it play: python {script} --evaluate {run} --render")
     writer.close()
     return summary
 
@@ -1025,7 +1029,7 @@ def run_script() -> None:
 
 if __name__ == "__main__":
     threading.excepthook = lambda _: None  # TensorBoard's thread: its error is raised again in this one
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
     try:
         run_script()
         raise SystemExit(0)

@@ -22,6 +22,7 @@ import math
 import os
 import pickle
 import pickletools
+import shlex
 import signal
 import sys
 import threading
@@ -67,7 +68,7 @@ class Args:
     total_timesteps: int | None = None
     """environment transitions to train for (None: no limit)"""
     max_seconds: float | None = None
-    """wall-clock limit, with warm-up and periodic evaluations (None: 120, or no limit with another one)"""
+    """training time in seconds, with evaluations, without warm-up (None: 120, or no limit with another one)"""
     episodes: int | None = None
     """games to train for (None: no limit)"""
     run_dir: str = "runs"
@@ -229,6 +230,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
             fail(f"--{name}: needs CUDA; --no-{name} works")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
+    if "/" in (args.run_name or ""):
+        fail(f"--run-name {args.run_name}: must be a name without /")
     if args.render and args.evaluate is None:
         fail("--render: needs --evaluate PATH")
     if [args.resume, args.evaluate, args.import_sb3].count(None) < 2:
@@ -679,7 +682,6 @@ def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.devic
                 playing.remove(number)
     return {
         "eval_score_mean": float(np.mean(scores)),
-        "eval_score_median": float(np.median(scores)),
         "eval_score_max": float(max(scores)),
         "eval_episodes": episodes,
     }
@@ -1201,8 +1203,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     first_update = logged_updates = updates
     scores = {}
     timer = PhaseTimer(device)
-    last_log = last_eval = last_checkpoint = clock()
     writer.add_scalar("perf/warmup_s", time.perf_counter() - start_time, global_step)
+    start_time = time.perf_counter()  # the warm-up does not count
+    last_log = last_eval = last_checkpoint = seconds_before
     timer.lap()
     while True:
         # 1 act and step, 2 store
@@ -1294,6 +1297,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             timer.lap()
 
     # --- the end: first what must not be lost ---------------------------------------------------------------------
+    if updates == first_update:
+        print("nothing was learned: the run ended before --learning-starts")
     checkpoint = save()
     summary = {
         "script": SCRIPT,
@@ -1321,14 +1326,16 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             print(f"--export-sb3 {args.export_sb3}: cannot be written ({error})", file=sys.stderr)
     stopped = len(signals) > 0
     signals.append(0)  # all is saved: from here on a signal ends the program
+    script = shlex.quote(sys.argv[0])
+    run = shlex.quote(str(folder))
     if stopped:
-        print(f"stopped; python {SCRIPT}.py --resume {folder} continues from {folder / 'checkpoint.pt'}")
+        print(f"stopped; python {script} --resume {run} continues from {folder / 'checkpoint.pt'}")
     else:
         scores = evaluate_and_log(args.eval_episodes)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
         report(learner.actor, args, device, scores, folder)
-        print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
+        print(f"watch it play: python {script} --evaluate {run} --render")
     writer.close()
     return summary
 
@@ -1336,7 +1343,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
 if __name__ == "__main__":
     threading.excepthook = lambda _: None  # TensorBoard's thread: its error is raised again in this one
     try:
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
         main(parse_args())
     except KeyboardInterrupt:
         sys.exit(130)

@@ -14,6 +14,7 @@ How to read it: `Agent` is the network, `gae` and `ppo_loss` are the algorithm, 
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -69,7 +70,7 @@ class Args:
     total_timesteps: int | None = None
     """agent steps to train for (None: no limit)"""
     max_seconds: float | None = None
-    """wall-clock limit, with warm-up and periodic evaluations (None: 600, or no limit with --total-timesteps)"""
+    """training time in seconds, with evaluations, without warm-up (None: 600, or no limit with --total-timesteps)"""
     run_dir: str = "runs"
     """folder of all runs"""
     run_name: str | None = None
@@ -307,6 +308,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         fail("--cudagraph: needs one process and --vec-env device; --no-cudagraph works")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
+    if "/" in (args.run_name or ""):
+        fail(f"--run-name {args.run_name}: must be a name without /")
     if args.render and (args.evaluate is None or is_real):
         fail("--render: needs --evaluate PATH, of a run in the embedded arena")
     if args.resume is not None and args.evaluate is not None:
@@ -836,7 +839,6 @@ def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> d
         playing &= ~first_end
     return {
         "eval_score_mean": hearts.mean().item(),
-        "eval_score_median": hearts.median().item(),
         "eval_score_max": hearts.max().item(),
         "eval_episodes": num_agents,
     }
@@ -1321,10 +1323,10 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
 
     first_step = logged_step = global_step
     scores = {}
-    seconds, stop = clock()
-    last_log = last_eval = last_checkpoint = seconds
     if RANK == 0:
         writer.add_scalar("perf/warmup_s", time.perf_counter() - start_time, global_step)
+    start_time = time.perf_counter()  # the warm-up does not count
+    seconds = last_log = last_eval = last_checkpoint = seconds_before
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
     timer.lap()
@@ -1433,14 +1435,16 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     summary_file = folder / "summary.json"
     summary_file.write_text(json.dumps(summary, indent=2))
     signals.append(0)  # all is saved: from here on a signal ends the program
+    script = shlex.quote(sys.argv[0])
+    run = shlex.quote(str(folder))
     if stop:
-        print(f"stopped; python {SCRIPT}.py --resume {folder} continues from {folder / 'checkpoint.pt'}")
+        print(f"stopped; python {script} --resume {run} continues from {folder / 'checkpoint.pt'}")
     else:
         scores = evaluate_and_log(args.eval_episodes)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
         report(agent, args, device, scores, folder)
-        print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
+        print(f"watch it play: python {script} --evaluate {run} --render")
     writer.close()
     return summary
 
@@ -1465,7 +1469,7 @@ def run_script() -> None:
 
 if __name__ == "__main__":
     threading.excepthook = lambda _: None  # TensorBoard's thread: its error is raised again in this one
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
     try:
         run_script()
         raise SystemExit(0)

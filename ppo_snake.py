@@ -14,6 +14,7 @@ How to read it: `Agent` is the network, `gae` and `ppo_loss` are the algorithm, 
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -63,7 +64,7 @@ class Args:
     total_timesteps: int | None = None
     """environment steps to train for (None: no limit)"""
     max_seconds: float | None = None
-    """wall-clock limit, with warm-up and periodic evaluations (None: 120, or no limit with --total-timesteps)"""
+    """training time in seconds, with evaluations, without warm-up (None: 120, or no limit with --total-timesteps)"""
     run_dir: str = "runs"
     """folder of all runs"""
     run_name: str | None = None
@@ -179,6 +180,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         fail("--cudagraph: works with one process only; --no-cudagraph works")
     if args.cudagraph and args.compile and args.compile_mode != "default":
         fail(f"--compile-mode {args.compile_mode}: captures graphs by itself; with --cudagraph only default works")
+    if "/" in (args.run_name or ""):
+        fail(f"--run-name {args.run_name}: must be a name without /")
     if args.render and args.evaluate is None:
         fail("--render: needs --evaluate PATH")
     if args.resume is not None and args.evaluate is not None:
@@ -319,7 +322,6 @@ def evaluate(agent: Agent, args: Args, episodes: int, device: torch.device) -> d
     score = score.double()
     return {
         "eval_score_mean": score.mean().item(),
-        "eval_score_median": score.median().item(),
         "eval_score_max": score.max().item(),
         "eval_full_boards": (score == rules_of(args).max_score).double().mean().item(),
         "eval_episodes": episodes,
@@ -776,9 +778,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     first_step = logged_step = global_step
     updates = logged_updates = 0
     scores = {}
-    seconds, stop = clock()
-    last_log = last_eval = last_checkpoint = seconds
     log({"perf/warmup_s": time.perf_counter() - start_time})
+    start_time = time.perf_counter()  # the warm-up does not count
+    seconds = last_log = last_eval = last_checkpoint = seconds_before
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
     timer.lap()
@@ -840,8 +842,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 f"updates/s {rates['updates_per_second']:>5.0f}  score {score:5.1f}  "
                 f"greedy {scores.get('eval_score_mean', math.nan):5.1f}"
             )
-            if not math.isfinite(losses[0]):
-                fail(f"--learning-rate {args.learning_rate:g}: the loss is {losses[0]}; a lower one works")
             timer.lap("log")
         if is_last:
             break
@@ -877,15 +877,17 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     summary_file = folder / "summary.json"
     summary_file.write_text(json.dumps(summary, indent=2))
     signals.append(0)  # all is saved: from here on a signal ends the program
+    script = shlex.quote(sys.argv[0])
+    run = shlex.quote(str(folder))
     if stop:
-        print(f"stopped; python {SCRIPT}.py --resume {folder} continues from {folder / 'checkpoint.pt'}")
+        print(f"stopped; python {script} --resume {run} continues from {folder / 'checkpoint.pt'}")
     else:
         scores = evaluate(agent, args, args.eval_episodes, device)
         log(scores)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
         report(agent, args, device, scores, folder)
-        print(f"watch it play: python {SCRIPT}.py --evaluate {folder} --render")
+        print(f"watch it play: python {script} --evaluate {run} --render")
     writer.close()
     return summary
 
@@ -910,7 +912,7 @@ def run_script() -> None:
 
 if __name__ == "__main__":
     threading.excepthook = lambda _: None  # TensorBoard's thread: its error is raised again in this one
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
     try:
         run_script()
         raise SystemExit(0)

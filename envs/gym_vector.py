@@ -58,6 +58,8 @@ class BatchVectorEnv(VectorEnv):
     metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(self, num_envs: int, render_mode: str | None, observation_space: gym.Space, num_actions: int) -> None:
+        if render_mode is not None:
+            raise ValueError(f"render_mode {render_mode}: a vector environment is not drawn; gymnasium.make is")
         self.num_envs = num_envs
         self.num_actions = num_actions
         self.render_mode = render_mode

@@ -86,6 +86,8 @@ class MettaArena:
     metadata = {"render_modes": ["rgb_array", "ansi"], "name": "MettaArena-v0", "render_fps": 12}
 
     def __init__(self, render_mode: str | None = None, lane: int = 0, **rules: Any) -> None:
+        if render_mode not in (None, "rgb_array", "ansi"):
+            raise ValueError(f"render_mode {render_mode}: must be rgb_array or ansi")
         self.rules = Rules(**rules)
         self.render_mode = render_mode
         self.lane = lane
@@ -216,6 +218,10 @@ class MettaArena:
     # --------------------------------------------------------------------------------------------------------- a step
 
     def step(self, actions: Mapping[str, int]) -> tuple[dict, dict, dict, dict, dict]:
+        if not self.agents:
+            raise ValueError("step: no episode is running; call reset first")
+        if set(actions) != set(self.agents):
+            raise ValueError(f"actions of {sorted(actions)}: must be one for each of {self.agents}")
         for name in self.agents:
             if actions[name] not in range(len(ACTIONS)):
                 raise ValueError(f"action {actions[name]} of {name}: must be a whole number, 0 to {len(ACTIONS) - 1}")
