@@ -1,9 +1,11 @@
-"""Learning, over all scripts: exploration, targets, the target network, attention kernels."""
+"""Learning, over several scripts: exploration, targets, the target network, attention kernels, evaluation."""
 
 import numpy as np
 import pytest
 import torch
 from small_runs import load, refusal
+
+from envs.snake.rules import BODY, FOOD, HEAD, MOVES, SnakeEnv
 
 DQN = ["dqn_snake", "dqn_mario_async"]  # the compat script follows SB3 and has tests of its own
 
@@ -74,3 +76,59 @@ def test_a_kernel_that_does_not_run_is_refused(script, capsys) -> None:
     assert summary["sdpa"] == "math"
     capsys.readouterr()
     assert "--sdpa" in refusal(capsys, script.program, *script.words(sdpa="cudnn", run_name="cudnn", **flags))
+
+
+def toward_the_food(obs: torch.Tensor) -> torch.Tensor:
+    """Moves (B,) of a player that goes straight to the food, around what is in the way of its next step."""
+    moves = []
+    for board in obs.numpy():
+        (head,), food = np.argwhere(board >= HEAD), np.argwhere(board == FOOD)[0]
+        costs = []
+        for move in MOVES:
+            row, column = head + move
+            free = 0 <= row < len(board) and 0 <= column < len(board[0]) and board[row, column] < BODY
+            costs.append(abs(row - food[0]) + abs(column - food[1]) if free else 1000)
+        moves.append(int(np.argmin(costs)))
+    return torch.tensor(moves)
+
+
+class Player:
+    greedy_move = staticmethod(toward_the_food)
+
+
+@pytest.mark.parametrize("script", ["dqn_snake", "ppo_snake"], indirect=True)
+@pytest.mark.parametrize("step_limit", [None, 60], ids=["none truncated", "some truncated"])
+def test_evaluation_plays_every_game_once_to_its_end(script, monkeypatch, step_limit) -> None:
+    """Against the rule book, with the same policy and the same food. What a later game scores does not count."""
+    rules = dict(board=(6, 6), step_limit=step_limit, hunger=step_limit is None)
+    for name in ("step_limit", "hunger"):
+        monkeypatch.setitem(script.module.VARIANTS["Snake-v0"], name, rules[name])
+    scores, ends = [], set()
+    for lane in range(12):
+        env = SnakeEnv(lane=lane, **rules)
+        obs, done = env.reset(seed=2**31)[0], False
+        while not done:
+            obs, _, terminated, truncated, info = env.step(toward_the_food(torch.as_tensor(obs)[None]).item())
+            done = terminated or truncated
+        scores.append(info["score"])
+        ends.add(terminated)
+    assert len(set(scores)) > 2 and len(ends) == (1 if step_limit is None else 2)
+    cpu = torch.device("cpu")
+    args = script.module.fill_defaults(script.module.Args(**script.flags), cpu)
+    result = script.module.evaluate(Player, args, 12, cpu)
+    assert result["eval_score_mean"] == pytest.approx(np.mean(scores))
+    assert result["eval_score_max"] == max(scores) and result["eval_episodes"] == 12
+
+
+LEARNING = {  # steps, other flags, and more food than a random player eats
+    "dqn_snake": (60_000, dict(hidden_size=128, batch_size=256), 2),
+    "ppo_snake": (100_000, dict(hidden_size=128, num_minibatches=16), 4),
+}
+
+
+@pytest.mark.parametrize("script", LEARNING, indirect=True)
+def test_it_learns(script) -> None:
+    steps, flags, food = LEARNING[script.name]
+    defaults = dict(device="cpu", threads=1, eval_every=0.0, video=False, eval_episodes=100, run_dir=str(script.folder))
+    args = script.module.Args(total_timesteps=steps, **defaults | flags)
+    assert script.module.main(args)["eval_score_mean"] > food

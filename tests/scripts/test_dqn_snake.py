@@ -1,12 +1,7 @@
 """The Snake trainer: its maths, its switches, what it leaves behind, and what it refuses."""
 
 import copy
-import dataclasses
-import itertools
 import math
-import re
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,29 +10,16 @@ import torch
 from small_runs import checkpoint, load, scalars
 
 import dqn_snake
-from dqn_snake import Args, QNetwork, ReplayBuffer, fill_defaults, linear_schedule, main
+from dqn_snake import Args, QNetwork, ReplayBuffer, fill_defaults
 from envs.snake.batch import SnakeBatch
-from envs.snake.rules import BODY, FOOD, HEAD, MOVES, SnakeEnv
+from envs.snake.rules import BODY, FOOD, HEAD
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 QUICK = dict(
     device="cpu", board="6x6", num_envs=24, batch_size=48, learning_starts=200, total_timesteps=3000, buffer_size=2000,
-    hidden_size=32, eval_episodes=10, eval_every=0.0, log_every=0.1, video=False, threads=1,
+    hidden_size=32, eval_episodes=10, eval_every=0.0, log_every=1e9, video=False, threads=1,
 )  # fmt: skip
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Train for a moment; gives the summary and the run folder."""
-    numbers = itertools.count(2)
-
-    def start(**flags) -> tuple[dict, Path]:
-        name = f"run{next(numbers)}" if (tmp_path / "run").exists() and "resume" not in flags else "run"
-        flags = QUICK | {"run_dir": str(tmp_path), "run_name": name} | flags
-        return main(Args(**flags)), tmp_path / (flags["run_name"] or "")
-
-    return start
 
 
 def boards(n: int, board=(6, 6), steps=30, seed=0) -> torch.Tensor:
@@ -157,15 +139,6 @@ def test_attention_kernels_agree_with_attention_written_out(monkeypatch) -> None
         torch.testing.assert_close(output, outputs[2], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_kernel_that_does_not_run_is_named_and_leaves_no_run_folder(run, capsys, tmp_path, compiled) -> None:
-    with pytest.raises(SystemExit) as error:
-        run(run_name="refused", network="attention", sdpa="cudnn", compile=compiled)
-    message = capsys.readouterr().err
-    assert error.value.code == 2 and message.count("\n") == 1 and "--sdpa cudnn: does not run here" in message
-    assert not list(tmp_path.rglob("refused*"))
-
-
 def test_a_width_that_attention_cannot_split_is_refused(run, capsys, tmp_path) -> None:
     with pytest.raises(SystemExit) as error:
         run(run_name="refused", network="attention", hidden_size=30)
@@ -222,44 +195,6 @@ def test_exploration_is_drawn_for_every_lane(run, monkeypatch) -> None:
     assert 0.1 < explored.mean(1).min() and explored.mean(1).max() < 0.65  # never all or none of the lanes
 
 
-def toward_the_food(obs: torch.Tensor) -> torch.Tensor:
-    """Values (B, 4) of a player that goes straight to the food, around what is in the way of its next step."""
-    values = torch.zeros(len(obs), 4)
-    for value, board in zip(values, obs.numpy()):
-        (head,), food = np.argwhere(board >= HEAD), np.argwhere(board == FOOD)[0]
-        for action, move in enumerate(MOVES):
-            row, column = head + move
-            free = 0 <= row < len(board) and 0 <= column < len(board[0]) and board[row, column] < BODY
-            value[action] = -abs(row - food[0]) - abs(column - food[1]) if free else -1000
-    return values
-
-
-class Player:
-    @staticmethod
-    def greedy_move(obs: torch.Tensor) -> torch.Tensor:
-        return toward_the_food(obs).argmax(1)
-
-
-@pytest.mark.parametrize("step_limit", [None, 60], ids=["none truncated", "some truncated"])
-def test_evaluation_plays_every_game_once_to_its_end(monkeypatch, step_limit) -> None:
-    """Against the rule book, with the same policy and the same food. What a later game scores does not count."""
-    rules = dict(board=(6, 6), step_limit=step_limit, hunger=step_limit is None)
-    for name in ("step_limit", "hunger"):
-        monkeypatch.setitem(dqn_snake.VARIANTS["Snake-v0"], name, rules[name])
-    scores = []
-    for lane in range(12):
-        env = SnakeEnv(lane=lane, **rules)
-        obs, done = env.reset(seed=2**31)[0], False
-        while not done:
-            obs, _, terminated, truncated, info = env.step(toward_the_food(torch.as_tensor(obs)[None]).argmax().item())
-            done = terminated or truncated
-        scores.append(info["score"])
-    assert len(set(scores)) > 2
-    result = dqn_snake.evaluate(Player, fill_defaults(Args(**QUICK), CPU), 12, CPU)
-    assert result["eval_score_mean"] == pytest.approx(np.mean(scores)) and result["eval_score_max"] == max(scores)
-    assert result["eval_score_median"] == torch.tensor(scores).median() and result["eval_episodes"] == 12
-
-
 @pytest.mark.parametrize("double", [True, False])
 def test_whole_updates_against_a_loop(run, monkeypatch, double) -> None:
     """What five updates leave, from the batches they saw: the loss, Adam, clipping, annealing, the target network."""
@@ -302,64 +237,7 @@ def test_whole_updates_against_a_loop(run, monkeypatch, double) -> None:
             torch.testing.assert_close(saved[name][key], value, atol=3e-4, rtol=3e-3)
 
 
-def test_the_target_network_has_no_gradients(run, monkeypatch) -> None:
-    """Each update would lengthen the graph that leads to it."""
-    networks, init = [], QNetwork.__init__
-    monkeypatch.setattr(QNetwork, "__init__", lambda self, *a: networks.append(self) or init(self, *a))
-    run()
-    assert not any(weight.requires_grad for weight in networks[1].parameters())
-
-
-# ------------------------------------------------------------------------------------------------ resuming
-
-
-def interrupt_after(monkeypatch, calls: int, number: int = signal.SIGTERM) -> None:
-    counted = []
-
-    def epsilon(*arguments) -> float:
-        counted.append(0)
-        if len(counted) == calls:
-            signal.raise_signal(number)
-        return linear_schedule(*arguments)
-
-    monkeypatch.setattr(dqn_snake, "linear_schedule", epsilon)
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, monkeypatch, capsys) -> None:
-    flags = dict(checkpoint_replay=True, anneal_lr=True)
-    _, whole = run(run_name="whole", **flags)
-    interrupt_after(monkeypatch, 60)
-    _, halves = run(run_name="halves", **flags)
-    assert f"--resume {halves}" in capsys.readouterr().out
-    assert checkpoint(halves)["global_step"] == 60 * 24
-    monkeypatch.undo()
-    summary, _ = run(run_name="halves", resume=str(halves), **flags)
-    expected, got = checkpoint(whole), checkpoint(halves)
-    assert set(expected) == set(got)
-    for name, value in expected.items():
-        if isinstance(value, torch.Tensor) and name != "envs.finished":
-            assert torch.equal(value, got[name]), name
-    counters = "global_step", "samples_due"
-    assert [got[name] for name in counters] == [expected[name] for name in counters]
-    assert summary["env_steps"] == 3000
-
-
-def test_a_board_of_the_same_size_does_not_fit(run, capsys) -> None:
-    _, folder = run(board="4x9")
-    with pytest.raises(SystemExit) as error:
-        run(board="9x4", resume=str(folder), total_timesteps=4000)
-    assert error.value.code == 2 and f"--resume {folder}: " in capsys.readouterr().err
-
-
 # ------------------------------------------------------------------------------------------------ switches
-
-
-def test_bf16_says_nearly_what_fp32_says() -> None:
-    q_network = network()
-    obs = boards(50)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = q_network(obs)
-    torch.testing.assert_close(half, q_network(obs), atol=0.03, rtol=0.03)
 
 
 def test_bf16_moves_what_the_network_says_and_reaches_every_weight(run, monkeypatch) -> None:
@@ -417,7 +295,7 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "max_grad_norm": (1e-3, head),
     "threads": (2, lambda s, f: s["device"]),
     "log_every": (1e-6, lambda s, f: len(scalars(f)["charts/SPS"]) > 60),
-    "eval_every": (0.02, lambda s, f: len(scalars(f)["eval/score_mean"]) > 1),
+    "eval_every": (1e-6, lambda s, f: len(scalars(f)["eval/score_mean"]) > 1),
     "eval_episodes": (11, lambda s, f: s["eval_episodes"]),
     "checkpoint_replay": (True, lambda s, f: "replay.obs" in checkpoint(f)),
     "video": (True, lambda s, f: (f / "videos" / "snake.gif").exists()),
@@ -426,92 +304,6 @@ ELSEWHERE = {  # have a test of their own
     "device", "max_seconds", "run_dir", "bf16", "fp16", "tf32", "compile", "compile_mode", "cudagraph",
     "sdpa", "checkpoint_every", "resume", "evaluate", "render", "wandb",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> tuple[dict, Path]:
-    folder = tmp_path_factory.mktemp("plain")
-    return main(Args(**QUICK | {"run_dir": str(folder), "run_name": "run"})), folder / "run"
-
-
-def test_no_flag_is_without_a_test() -> None:
-    assert {field.name for field in dataclasses.fields(Args)} == set(FLAGS) | ELSEWHERE
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_every_flag_changes_what_it_says(run, plain, flag) -> None:
-    value, look = FLAGS[flag]
-    more = {"board": "9x9"} if flag == "env_id" else {}
-    assert look(*run(**{flag: value} | more)) != look(*plain)
-
-
-# ------------------------------------------------------------------------------------------------ what a run leaves
-
-
-# ------------------------------------------------------------------------------------------------ bad input
-
-
-def change(path: str, new) -> Callable[[dict], None]:
-    """Replace the part of a checkpoint at a path ([in brackets] a name with dots) by `new`, or by `new(part)`."""
-
-    def apply(saved: dict) -> None:
-        names = [one or other for one, other in re.findall(r"\[(.*?)\]|([^.]+)", path)]
-        *names, last = (int(name) if name.isdecimal() else name for name in names)
-        for name in names:
-            saved = saved[name]
-        saved[last] = new(saved[last]) if callable(new) else new
-
-    return apply
-
-
-def remove(name: str) -> Callable[[dict], None]:
-    return lambda saved: saved.pop(name)
-
-
-MOMENT = "optimizer.state.2.exp_avg"
-MALFORMED = {
-    "weights no dict": change("q_network", [1, 2]),
-    "target of another shape": change("target_network", lambda part: part | {"head.bias": torch.zeros(4)}),
-    "moments too small": change(MOMENT, torch.zeros(1)),
-    "generator too short": change("generator", lambda part: part[:-1]),
-    "generator a number": change("generator", 3),
-    "games missing": change("envs", lambda part: {k: v for k, v in part.items() if k != "slot"}),
-    "no target": remove("target_network"),
-    "replay of another size": change("replay.obs", lambda part: part[:-1]),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    flags = {"run_dir": str(folder), "run_name": "run", "total_timesteps": 960, "checkpoint_replay": True}
-    main(Args(**QUICK | flags))
-    return folder / "run"
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_checkpoints_are_refused_before_anything_changes(whole, tmp_path, capsys, name) -> None:
-    saved = load(whole)
-    MALFORMED[name](saved)
-    torch.save(saved, tmp_path / "checkpoint.pt")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as error:
-        main(Args(**QUICK | {"resume": str(tmp_path), "checkpoint_replay": True, "run_dir": str(tmp_path)}))
-    said = capsys.readouterr().err
-    assert error.value.code == 2 and said.count("\n") == 1 and f"--resume {tmp_path}" in said, said
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
-
-
-# ------------------------------------------------------------------------------------------------ learning
-
-
-@pytest.mark.slow
-def test_it_learns_in_a_minute(tmp_path) -> None:
-    """A random player eats next to nothing. Counted in steps, so that a busy machine learns as much."""
-    quick = dict(
-        total_timesteps=200_000, eval_episodes=100, eval_every=0, video=False, device="cpu", run_dir=str(tmp_path)
-    )
-    assert main(Args(**quick))["eval_score_mean"] > 12
 
 
 # ------------------------------------------------------------------------------------------------ CUDA
