@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from small_runs import COMMON, ROOT, SMALL, command_line
 
 RANKED = [name for name in SMALL if name != "dqn_snake_sb3_compat"]
+ONE_FAST = [name if name == "ppo_snake" else pytest.param(name, marks=pytest.mark.slow) for name in RANKED]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 RANK_SCRIPT = """

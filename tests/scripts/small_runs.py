@@ -77,6 +77,12 @@ OTHER_SHAPE = {  # flags of a network with other weights
     "dqn_mario_async": dict(hidden_size=32),
 }
 
+ONE_FAST = pytest.mark.parametrize(
+    "script",
+    [name if name == "ppo_snake" else pytest.param(name, marks=pytest.mark.slow) for name in SMALL],
+    indirect=True,
+)
+
 
 class Script:
     """A script, and a folder for its runs."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 from rank_runs import WHOLE_SCRIPT, descendants, start_ranks, wait_until_gone, wait_until_removed
-from small_runs import OTHER_SHAPE, ROOT, checkpoint, files_of, load, network_of, refusal, scalars, weights_of
+from small_runs import ONE_FAST, OTHER_SHAPE, ROOT, checkpoint, files_of, load, network_of, refusal, scalars, weights_of
 
 STREAMS = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 COMPILER = pytest.mark.skipif(
@@ -139,6 +139,7 @@ def test_other_errors_keep_their_traceback(script, monkeypatch) -> None:
         script.program(*script.words())
 
 
+@ONE_FAST
 @pytest.mark.skipif(sys.platform != "linux", reason="limits files as Linux does")
 @pytest.mark.parametrize("kib", [0, 1, 8])
 def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_whole(script, trained, kib) -> None:
@@ -292,6 +293,7 @@ torch.save = die
 """
 
 
+@ONE_FAST
 def test_a_run_that_is_killed_while_it_saves_leaves_the_checkpoint_before(script, trained, tmp_path) -> None:
     before = (trained / "checkpoint.pt").read_bytes()
     steps = load(trained)["global_step"]
@@ -402,6 +404,7 @@ WITH_PROCESSES = {
 }
 
 
+@ONE_FAST
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes as Linux shows them")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_exits_0_and_leaves_nothing_behind(script, number) -> None:
@@ -443,6 +446,7 @@ def test_what_ends_the_final_evaluation_loses_nothing(script, monkeypatch) -> No
     assert summary["env_steps"] == load(script.folder / "run")["global_step"] >= script.flags["total_timesteps"]
 
 
+@ONE_FAST
 def test_output_that_nobody_reads_leaves_no_traceback(script) -> None:
     words = " ".join(script.words(run_name="run", log_every=1e-9))
     for flags in (words, "--help"):
@@ -474,6 +478,7 @@ def test_bf16_is_close_to_fp32_and_learns_otherwise(script, monkeypatch) -> None
 COMPILED = {"ppo_metta": dict(bptt_horizon=4, total_timesteps=2 * 384), "dqn_mario_async": dict(total_timesteps=500)}
 
 
+@ONE_FAST
 @COMPILER
 def test_compiled_learns_what_eager_learns(script) -> None:
     flags = COMPILED.get(script.name, {})
@@ -484,6 +489,7 @@ def test_compiled_learns_what_eager_learns(script) -> None:
     torch.testing.assert_close(weights_of(compiled), weights_of(eager), atol=2e-3, rtol=2e-3)
 
 
+@ONE_FAST
 def test_a_compiler_that_fails_ends_the_run(script, capsys) -> None:
     broken = {"cpp.cxx": ("/nowhere/g++",), "force_disable_caches": True}
     torch._dynamo.reset()
@@ -545,6 +551,7 @@ def test_help_shows_every_flag(script, capsys) -> None:
         assert f"--{field.name.replace('_', '-')}" in said
 
 
+@ONE_FAST
 def test_evaluation_does_not_count_into_speed(script, monkeypatch) -> None:
     """And --eval-every is the time from the end of one to the start of the next."""
     times = []
@@ -609,6 +616,7 @@ def test_a_gif_that_cannot_be_written_is_one_line_and_no_failure(script, trained
     assert "--video: " in capsys.readouterr().out.splitlines()[-1]
 
 
+@ONE_FAST
 def test_a_copied_script_runs_alone(script) -> None:
     shutil.copytree(ROOT / "envs", script.folder / "envs")
     shutil.copy(ROOT / f"{script.name}.py", script.folder / "mine.py")

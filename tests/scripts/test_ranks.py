@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_runs import KEEP_NETWORK, RANKED, SAVE_NETWORK, WHOLE_SCRIPT, free_port, small_flags, start_ranks, torchrun
+from rank_runs import (
+    KEEP_NETWORK,
+    ONE_FAST,
+    RANKED,
+    SAVE_NETWORK,
+    WHOLE_SCRIPT,
+    free_port,
+    small_flags,
+    start_ranks,
+    torchrun,
+)
 from small_runs import ROOT, Script, command_line, load, refusal
 
 TWO_RANKS = " on 2 x "  # what a run of two ranks begins with
@@ -118,6 +128,7 @@ script.ReplayBuffer.sample = batch
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_two_ranks_with_half_the_batch_learn_what_one_learns_with_all_of_it(tmp_path, name) -> None:
     """50 updates and more. For ppo_metta.py the same is in test_ppo_metta.py, with rollouts that are alike."""
@@ -141,6 +152,7 @@ def test_two_ranks_with_half_the_batch_learn_what_one_learns_with_all_of_it(tmp_
     assert (weights[2] - weights[1]).norm() < 0.01 * moved.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RANKED)
 def test_ranks_end_with_the_same_weights(tmp_path, name) -> None:
     """Time decides what they do together: when they log, how large a step is, when they end."""
@@ -171,6 +183,7 @@ def test_ranks_end_with_the_same_weights(tmp_path, name) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_ranks", [1, 2])
 @pytest.mark.parametrize("name", ["dqn_snake", "ppo_snake"])
 def test_ranks_play_games_of_their_own_also_after_a_resume(tmp_path, name, first_ranks) -> None:
@@ -202,6 +215,7 @@ script.make_envs = keep
 # ------------------------------------------------------------------------------------------------ how they end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RANKED)
 def test_control_c_during_the_evaluation_of_one_rank_ends_all(tmp_path, name) -> None:
     slow_evaluation = """
@@ -223,7 +237,7 @@ script.evaluate = evaluate
     assert "stopped" in out and (tmp_path / "runs/run/checkpoint.pt").exists()
 
 
-@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("name", ONE_FAST)
 def test_a_lost_rank_ends_the_others_with_one_line_and_a_checkpoint(tmp_path, name) -> None:
     argv = [str(ROOT / f"{name}.py"), *command_line(small_flags(name))]
     aborts = "import atexit\natexit.register(os.abort)  # as gloo's threads do in one exit of forty\n"
@@ -244,7 +258,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("name", ONE_FAST)
 def test_what_cannot_be_dealt_out_is_refused_by_all(tmp_path, name) -> None:
     flags, line = REFUSED[name]
     ranks = start_ranks(tmp_path, name, small_flags(name, **flags))
