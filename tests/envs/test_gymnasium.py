@@ -22,11 +22,15 @@ SINGLE = {"Snake-v0": SnakeEnv, "MarioLike-v0": MarioEnv}  # games of one player
 CYCLE = {0: 1, 1: 1, 2: 1, 3: 2, 7: 3, 6: 3, 5: 2, 9: 1, 10: 1, 11: 2, 15: 3, 14: 3, 13: 3, 12: 0, 8: 0, 4: 0}
 
 
-@pytest.mark.parametrize("env_id", [*VARIANTS, "MarioLike-v0"])
-def test_gymnasium_finds_nothing_to_complain_about(env_id: str) -> None:
+SETTINGS = [*((env_id, {}) for env_id in VARIANTS), ("MarioLike-v0", {})]
+SETTINGS += [("MarioLike-v0", dict(size=size, stack=3, skip=2)) for size in (48, 96, 132)]
+
+
+@pytest.mark.parametrize("env_id, settings", SETTINGS)
+def test_gymnasium_finds_nothing_to_complain_about(env_id: str, settings: dict) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_env(gym.make(env_id).unwrapped)
+        check_env(gym.make(env_id, **settings).unwrapped)
 
 
 def assert_same(ours, theirs) -> None:

@@ -56,17 +56,17 @@ BATTLE = dict(
         "armory": Recipe(9, {}, {"armor": 2}, 9), "generator_red": Recipe(5, {"ore_red": 1}, {"battery_red": 1}, 0),
     },
 )  # fmt: skip
-CROWD = dict(size=9, agents=30, max_steps=50, objects={"mine_red": (0, 6), "block": 30, "altar": 5})
-SHORT = dict(max_steps=60)
 SETTINGS = {
-    "arena": dict(SHORT, lanes=5, steps=250),
-    "four arenas, easy": dict(SHORT, lanes=2, steps=100, instances=4, easy=True, rewards="shaped"),
-    "navigation": dict(VARIANTS["MettaNavigation-v0"], **SHORT, lanes=4, steps=150),
+    "arena": dict(max_steps=60, lanes=5, steps=250),
+    "four arenas, easy": dict(max_steps=60, lanes=2, steps=100, instances=4, easy=True, rewards="shaped"),
+    "navigation": dict(VARIANTS["MettaNavigation-v0"], max_steps=60, lanes=4, steps=150),
     "battle": dict(BATTLE, lanes=4, steps=300),
     "battle of three": dict(BATTLE, lanes=2, steps=150, instances=3),
     "work": dict(BATTLE, lanes=2, steps=150, rewards="work"),
     "ends at once": dict(BATTLE, agents=2, max_steps=3, lanes=25, steps=30),
-    "tokens to spare": dict(CROWD, lanes=2, steps=60),
+    "tokens to spare": dict(
+        size=9, agents=30, objects={"block": 34, "mine_red": (0, 6)}, max_steps=50, lanes=2, steps=60
+    ),
 }
 
 
@@ -139,7 +139,7 @@ def play_both(rules: dict, lanes: int, steps: int, paths: tuple[bool, ...]) -> t
     for _ in range(steps):
         last = books[-1]
         if last.episode == 0 and last.clock == last.limit - 1:  # what is loaded needs the next map of `last` at once
-            states = [state_of(batch) for batch in batches]
+            states = [batch.state_dict() for batch in batches]
             batches = start(8)
             for batch, state in zip(batches, reversed(states)):
                 batch.load_state_dict(state)
@@ -169,8 +169,13 @@ def play_both(rules: dict, lanes: int, steps: int, paths: tuple[bool, ...]) -> t
     return episodes, dict(zip(STATS, total))
 
 
-def state_of(batch: MettaBatch) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in batch.state_dict().items()}
+def test_a_step_with_fixed_shapes_is_one_graph() -> None:
+    torch._dynamo.reset()
+    batch = MettaBatch(2, **BATTLE)
+    batch.fixed_shapes = True
+    batch.reset()
+    step = torch.compile(batch.step, fullgraph=True, backend="eager")
+    step(torch.zeros(batch.num_agents, dtype=torch.int64))
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
@@ -303,9 +308,6 @@ def test_rewards_are_changes_of_what_counts() -> None:
     assert rewards == [-0.1] and features(obs[0])[11] == 0
     obs, rewards = act(arena, GET)
     assert rewards == [0.8] and features(obs[0])[11] == 80 and arena.stats[0]["hundredths"] == 80
-    hearts = empty()
-    put(hearts, "mine_red", 9, 10, ore_red=1)
-    assert act(hearts, GET)[1] == [0.0]
 
 
 def test_work_is_rewarded_whoever_has_the_heart() -> None:
@@ -431,7 +433,7 @@ def test_tokens_stand_nearest_first_after_the_four_of_the_episode() -> None:
     arena = empty(agents=2, max_steps=510)
     put(arena, "wall", 10, 5)
     put(arena, "block", 7, 10)
-    mine = put(arena, "mine_red", 9, 9, ore_red=2)
+    put(arena, "mine_red", 9, 9, ore_red=2)
     obs, _ = act(arena, PAINT + 2)
     first = obs[0]
     assert first[:4].tolist() == [[CENTRE, 8, 0], [CENTRE, 9, 2], [CENTRE, 10, 2], [CENTRE, 11, 0]]
@@ -439,7 +441,6 @@ def test_tokens_stand_nearest_first_after_the_four_of_the_episode() -> None:
     first = obs[0]
     assert first[0].tolist() == [CENTRE, 8, 1] and first.dtype == np.uint8 and first.shape == (TOKENS, 3)
     assert first[4:9].tolist() == [[CENTRE, 0, 0], [CENTRE, 1, 0], [CENTRE, 3, 0], [CENTRE, 4, 0], [CENTRE, 5, 1]]
-    assert mine.inventory[ORE] == 3
     at_mine, at_block, at_wall = CENTRE - 17, CENTRE - 48, CENTRE - 5
     assert first[9:14, 0].tolist() == [CENTRE + 1] * 5  # the other agent
     assert first[14:18].tolist() == [[at_mine, 0, 2], [at_mine, 5, 0], [at_mine, BUSY, 1], [at_mine, FIRST_ITEM, 3]]
@@ -494,8 +495,6 @@ def test_terrain_cuts_nothing_off() -> None:
 def test_rules_nobody_can_play_by_are_refused(rules: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         Rules(**rules)
-    with pytest.raises(ValueError, match="num_games 0"):
-        MettaBatch(0)
 
 
 def test_pettingzoo_finds_nothing_to_complain_about() -> None:
@@ -549,8 +548,6 @@ def test_renderings() -> None:
     arena.bodies[0].inventory[HEART] = 0
     changed = (arena.render() != frame).any(2)
     assert changed[:, : 17 * 20].any() and changed[:, 17 * 20 :].any()  # under the agent and in the list
-    act(arena, ROTATE + RIGHT)
-    assert (arena.render() != frame).any()
 
 
 @pytest.mark.gpu
@@ -560,17 +557,16 @@ def test_cuda_plays_the_same_games_and_a_graph_captures_a_step() -> None:
     assert torch.equal(cpu.reset(), gpu.reset().cpu())
     rng = np.random.default_rng(0)
     action = torch.zeros(cpu.num_agents, dtype=torch.int64, device="cuda")
-    graph = None
+    graph = torch.cuda.CUDAGraph()
     for step in range(300):
         chosen = torch.as_tensor(rng.integers(25, size=cpu.num_agents))
         action.copy_(chosen)
+        if step < 150:
+            results = gpu.step(action)
         if step == 150:
-            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 results = gpu.step(action)
-        if graph is None:
-            results = gpu.step(action)
-        else:
+        if step >= 150:
             graph.replay()
         for ours, theirs in zip(cpu.step(chosen)[:4], results[:4]):
             assert torch.equal(ours, theirs.cpu())
