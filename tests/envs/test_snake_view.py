@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from test_snake_env import greedy_action
 
 from envs.snake.rules import BODY, FOOD, HEAD, MOVES, SnakeEnv
 from envs.snake.view import EgocentricView
@@ -11,19 +12,12 @@ CPU = torch.device("cpu")
 
 
 def play(board: tuple[int, int], lane: int, steps: int) -> SnakeEnv:
-    """A game after `steps` moves, drawn from those that kill nobody as long as there are some."""
+    """A game after `steps` moves."""
     rng = np.random.default_rng(lane)
     env = SnakeEnv(lane=lane, board=board, start_length=2)
     env.reset(seed=0)
     for _ in range(steps):
-        head_row, head_column = divmod(env.body[-1], board[1])
-        safe = []
-        for action, (row_step, column_step) in enumerate(MOVES):
-            row, column = head_row + row_step, head_column + column_step
-            inside = 0 <= row < board[0] and 0 <= column < board[1]
-            if inside and row * board[1] + column not in list(env.body)[1:]:
-                safe.append(action)
-        _, _, terminated, truncated, _ = env.step(int(rng.choice(safe or [0])))
+        _, _, terminated, truncated, _ = env.step(greedy_action(env, rng))
         if terminated or truncated:
             env.reset()
     return env

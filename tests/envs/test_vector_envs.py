@@ -57,16 +57,11 @@ def test_workers_play_as_games_in_this_process_do() -> None:
     assert not any(process.is_alive() for process in envs.processes)
 
 
-def test_a_worker_that_fails_or_is_gone_is_named() -> None:
+def test_a_worker_that_fails_is_named() -> None:
     envs = SubprocEnvs(CountingGames, [[2], [0]], obs_shape=(3, 2))  # no episode has 0 steps
     try:
         envs.send(0, torch.zeros(6, dtype=torch.int64))
         with pytest.raises(WorkerLost, match=r"worker 1 \(process \d+\) failed: ZeroDivisionError"):
-            envs.recv(0)
-        envs.processes[0].kill()
-        envs.processes[0].join()
-        envs.send(0, torch.zeros(6, dtype=torch.int64))
-        with pytest.raises(WorkerLost, match=r"worker 0 \(process \d+\) died with exit code -9"):
             envs.recv(0)
     finally:
         envs.close()
