@@ -469,6 +469,7 @@ class StagedGames:
 
     def step(self, action: torch.Tensor):
         self.clock += 1
+        assert self.clock <= 7  # when the last episode ends
         self.actions.append(action)
         ends = torch.tensor([self.clock % length == 0 for length in self.lengths])
         terminated = ends & torch.tensor([True, False, True, False])
