@@ -642,7 +642,7 @@ def test_neither_a_resumed_run_nor_another_rank_repeats_games_or_noise(run, reco
 def train_ranks(folder: Path, flags: dict, before: str, after: str = "", ranks: int = 2) -> None:
     folder.mkdir(exist_ok=True)
     started = start_ranks(folder, "ppo_metta", small_flags("ppo_metta", rnn="none", **flags), before, after, ranks)
-    said = [rank.communicate(timeout=100) for rank in started]
+    said = [rank.communicate(timeout=240) for rank in started]
     assert [rank.returncode for rank in started] == [0] * ranks, said
 
 
