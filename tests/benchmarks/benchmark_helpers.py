@@ -43,9 +43,3 @@ def page_of(name: str) -> str:
 def results(name: str) -> dict[str, Any]:
     """Result file of a table."""
     return json.loads((PROJECT / "benchmarks" / "results" / f"{name}.json").read_text())
-
-
-def cells(text: str) -> dict[str, list[str]]:
-    """Cells of each row of a table, by its first cell."""
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    return {name: values for name, *values in rows}

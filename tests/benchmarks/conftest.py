@@ -3,18 +3,10 @@
 import shutil
 
 import pytest
-import torch
 from benchmark_helpers import PROJECT, SCRIPTS
 
 import dqn_snake_sb3_compat
 from benchmarks import harness
-
-
-@pytest.fixture(autouse=True)
-def restore_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +17,7 @@ def idle_machine(monkeypatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def empty_project(restore_threads, monkeypatch, tmp_path) -> None:
+def empty_project(monkeypatch, tmp_path) -> None:
     """A folder with a copy of the pages, without results, settings and runs."""
     for name in dqn_snake_sb3_compat.SETTINGS:
         monkeypatch.delenv(name, raising=False)
