@@ -11,11 +11,6 @@ from benchmarks import metta_parts, sb3_peers
 from envs.snake.rules import SnakeEnv
 from envs.snake.view import EgocentricView
 
-CURVES = [
-    (sb3_peers.sb3_curve, sb3_peers.SNAKE_AGENTS),
-    (sb3_peers.sb3_mario_curve, sb3_peers.MARIO_AGENTS),
-]
-
 
 def test_view_and_actions_are_those_of_dqn_snake() -> None:
     env = sb3_peers.RelativeActions(SnakeEnv())
@@ -37,13 +32,6 @@ def test_view_and_actions_are_those_of_dqn_snake() -> None:
         if terminated:
             env.reset()
     assert mirrored == {0, 1}
-
-
-@pytest.mark.parametrize("curve_of, names", CURVES)
-def test_agents_are_trained_and_evaluated(curve_of, names) -> None:
-    for name in names:
-        found = curve_of(name, 0.3, 0.1, 1000, device="cpu", threads=1, seed=1, explored=100)
-        assert found[0] == [0.0, 0.0] and len(found) > 1
 
 
 def test_mario_network_is_ours_without_its_head() -> None:

@@ -4,11 +4,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-import tyro
-from benchmark_helpers import CPU, CUDA, SCRIPTS
+from benchmark_helpers import CPU, CUDA, NAMES, NEED_METTAGRID, parse
 
 from benchmarks import harness, report
-from benchmarks.harness import SUITES, Options
+from benchmarks.harness import Options
 
 
 class NotMeasured(Exception):
@@ -22,12 +21,8 @@ class Summary(dict):
         return 1.0
 
 
-def check(script: str, flags: str) -> None:
-    tyro.cli(SCRIPTS[script].Args, args=flags.split())
-
-
 def run(flags: str, options: Options, script: str = "dqn_snake.py", ranks: int = 1) -> Summary:
-    check(script, flags)
+    parse(script, flags)
     rates = dict.fromkeys(["env_steps_per_second", "samples_per_second", "replay_ratio"], 1.0)
     known = {"flags": flags, "run": "none", "precision": "float32", "sdpa": "math", "train_fraction": 0.5}
     return Summary(rates | known)
@@ -36,7 +31,7 @@ def run(flags: str, options: Options, script: str = "dqn_snake.py", ranks: int =
 def in_subprocess(function, one_core: bool = False, **arguments):
     if function.__module__.endswith(("metta_parts", "players")):
         for flags in arguments.get("variants", [arguments.get("flags", "")]):
-            check("ppo_metta.py", flags)
+            parse("ppo_metta.py", flags)
     raise NotMeasured
 
 
@@ -55,9 +50,9 @@ def nothing(*_, **__):
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-@pytest.mark.parametrize("name", SUITES["all"])
+@pytest.mark.parametrize("name", NAMES)
 def test_scripts_accept_the_flags_of_every_table(monkeypatch, name, device) -> None:
-    if name in ("metta-subproc", "metta-learn-real"):
+    if name in NEED_METTAGRID:
         pytest.importorskip("mettagrid")
     for function in (run, in_subprocess, alternate):
         monkeypatch.setattr(harness, function.__name__, function)

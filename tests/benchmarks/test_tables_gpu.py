@@ -1,14 +1,12 @@
 """The table of one GPU."""
 
 import json
-import os
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import tyro
-from benchmark_helpers import ABOUT, CUDA, SCRIPTS, page_of
+from benchmark_helpers import ABOUT, CUDA, page_of, parse
 
 from benchmark import main
 from benchmarks import gpu, harness
@@ -21,25 +19,11 @@ def test_every_row_has_valid_flags_and_compiled_rows_are_last(sizes) -> None:
     assert len({(part, name) for part, name, *_ in plan}) == len(plan)
     for _, _, _, call in plan:
         if call.func in (gpu.speed_run, gpu.sb3_transformer, gpu.learning_run):
-            module = SCRIPTS[call.keywords.get("script", "dqn_snake.py")]
-            if call.func is gpu.sb3_transformer:
-                module = SCRIPTS["dqn_snake_sb3_compat.py"]
-            args = tyro.cli(module.Args, args=call.keywords["flags"].split())
+            default = "dqn_snake_sb3_compat.py" if call.func is gpu.sb3_transformer else "dqn_snake.py"
+            args = parse(call.keywords.get("script", default), call.keywords["flags"])
             assert args.device == "cuda" and args.threads == 1
     compiles = ["--compile" in name for _, name, *_ in plan]
     assert compiles == sorted(compiles) and sum(compiles) == 3
-
-
-FAILURES = {
-    "failed: out of memory": partial(exec, "raise MemoryError"),
-    "failed: exit code 3": partial(os._exit, 3),
-    "not measured: no_such_package is not installed": partial(__import__, "no_such_package"),
-}
-
-
-@pytest.mark.parametrize("note", FAILURES)
-def test_a_failed_row_has_its_reason(note) -> None:
-    assert gpu.in_fork(FAILURES[note], 60.0).get("note") == note
 
 
 @pytest.mark.gpu
