@@ -22,17 +22,12 @@ from benchmarks.metta_parts import ARENAS, REAL_METTAGRID
 from benchmarks.players import random_hearts, scripted_hearts
 
 
-def label(key: Any) -> str:
-    """A key as in a result file."""
-    return ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
-
-
 def alternate(*rounds: dict) -> Callable:
     """Replaces `harness.alternate`: recorded results, one dict per call."""
     waiting = list(rounds)
 
     def recorded(options: Options, calls: dict) -> dict:
-        keys = {label(key): key for key in calls}
+        keys = {", ".join(map(str, key)) if isinstance(key, tuple) else str(key): key for key in calls}
         return {keys.get(key, key): values for key, values in waiting.pop(0).items()}
 
     return recorded
@@ -119,21 +114,16 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
         return {"harness.run": runs(*(cell for cell in found["cells"] if "flags" in cell))}
     if name == "metta-hearts":
         games = {flags: game for game, flags in (ARENAS | {"MettaGrid": REAL_METTAGRID}).items()}
-        players = {random_hearts: "random", scripted_hearts: "scripted"}
-        return {
-            "harness.in_subprocess": lambda player, flags, agent_episodes: found["hearts"][players[player]][
-                games[flags]
-            ]
-        }
+        hearts = {random_hearts: found["hearts"]["random"], scripted_hearts: found["hearts"]["scripted"]}
+        return {"harness.in_subprocess": lambda player, flags, **_: hearts[player][games[flags]]}
     if name.startswith("metta-learn"):
         hearts = {random_hearts: found["random"], scripted_hearts: found["scripted"]}
         summaries = [one for each in found["runs"].values() for one in each]
         return {"harness.run": runs(*summaries), "harness.in_subprocess": lambda player, **_: hearts[player]}
     if name == "metta-speed":
         mflops = found["mflop"]
-        rounds = alternate(found["runs"] | {"games": found["games"]})
         return {
-            "harness.alternate": rounds,
+            "harness.alternate": alternate(found["runs"] | {"games": found["games"]}),
             "harness.in_subprocess": lambda _, variants, device: [mflops[flags] for flags in variants],
         }
     if name == "metta-peer":
@@ -162,8 +152,8 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
         return {"harness.alternate": alternate(found["runs"]), "harness.run": lambda *_: trial}
     if name.startswith("mario-learn"):
         by_run = {one["run"]: one["curves"] for one in found["runs"]}
-        readings = {"harness.wall_clock_curve": lambda folder, tag: by_run[folder.name][tag]}
-        return readings | {
+        return {
+            "harness.wall_clock_curve": lambda folder, tag: by_run[folder.name][tag],
             "harness.run": runs(*found["runs"]),
             "harness.in_subprocess": lambda *_, **__: found["random"],
         }
@@ -207,9 +197,8 @@ def test_the_commands_of_the_benchmark_are_valid() -> None:
     commands = re.findall(r"python benchmark\.py([^#`\n]*)", pages)
     assert len(commands) > 30
     for flags in commands:
-        if "--help" in flags:
-            continue
-        tyro.cli(Options, args=flags.split())
+        if "--help" not in flags:
+            tyro.cli(Options, args=flags.split())
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

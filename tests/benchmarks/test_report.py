@@ -86,15 +86,12 @@ def test_bad_options_fail_in_one_line_before_measuring(tmp_path, capsys, monkeyp
     assert stop.value.code == 2 and error.count("\n") == 1 and f"{flag}: " in error
 
 
-def test_results_are_printed_if_the_disk_is_full(capsys, monkeypatch) -> None:
-    def measure(options: Options, device: torch.device) -> tuple[str, dict]:
-        monkeypatch.setattr(Path, "write_text", full)
-        return "the table", {"ratios": {"peer": [1.25]}}
-
+def test_results_are_printed_if_the_disk_is_full(capsys, monkeypatch, measures) -> None:
     def full(self, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    fake_table(monkeypatch, "train", measure)
+    measures(peer=[1.25])
+    monkeypatch.setattr(Path, "write_text", full)
     main(Options("train", "cpu"))
     out = capsys.readouterr().out
     assert "the table" in out and '"ratios": {"peer": [1.25]}' in out
