@@ -1,32 +1,27 @@
 """Shared helpers of the benchmark's tests."""
 
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import tyro
 
 import benchmark  # noqa: F401  (registers the tables)
-import dqn_mario_async
-import dqn_snake
-import dqn_snake_sb3_compat
-import ppo_metta
-import ppo_snake
-from benchmarks import report
+from benchmarks import harness, report
 
 PROJECT = Path(__file__).parent.parent.parent
 PAGES = [PROJECT / "README.md", PROJECT / "benchmarks.md", *sorted((PROJECT / "benchmarks" / "pages").glob("*.md"))]
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-SCRIPTS = {
-    "ppo_snake.py": ppo_snake,
-    "dqn_snake.py": dqn_snake,
-    "dqn_snake_sb3_compat.py": dqn_snake_sb3_compat,
-    "ppo_metta.py": ppo_metta,
-    "dqn_mario_async.py": dqn_mario_async,
-}
+NEED_METTAGRID = ["metta-subproc", "metta-learn-real", "metta-hearts"]
+NAMES = [
+    pytest.param(name, marks=pytest.mark.games) if name in NEED_METTAGRID else name for name in harness.SUITES["all"]
+]
 ABOUT = {"commit": "abc", "date": "2026-01-01", "hardware": "a GPU", "versions": {"torch": "2"}}
 
 
@@ -45,7 +40,7 @@ def results(name: str) -> dict[str, Any]:
     return json.loads((PROJECT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-def cells(text: str) -> dict[str, list[str]]:
-    """Cells of each row of a table, by its first cell."""
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    return {name: values for name, *values in rows}
+def parse(script: str, flags: str) -> Any:
+    """Arguments of a script; exits if it refuses the flags."""
+    module = importlib.import_module(script.removesuffix(".py"))
+    return tyro.cli(module.Args, args=flags.split())

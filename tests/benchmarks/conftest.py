@@ -3,29 +3,14 @@
 import shutil
 
 import pytest
-import torch
-from benchmark_helpers import PROJECT, SCRIPTS
+from benchmark_helpers import PROJECT
 
 import dqn_snake_sb3_compat
 from benchmarks import harness
 
 
 @pytest.fixture(autouse=True)
-def restore_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def idle_machine(monkeypatch) -> None:
-    """Skip the scripts' test for busy cores, which takes half a second for every command line."""
-    for script in SCRIPTS.values():
-        monkeypatch.setattr(script, "matmuls_per_second", float, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def empty_project(restore_threads, monkeypatch, tmp_path) -> None:
+def empty_project(monkeypatch, tmp_path) -> None:
     """A folder with a copy of the pages, without results, settings and runs."""
     for name in dqn_snake_sb3_compat.SETTINGS:
         monkeypatch.delenv(name, raising=False)

@@ -12,26 +12,14 @@ from typing import Any
 import pytest
 import torch
 import tyro
-from benchmark_helpers import CPU, PAGES, PROJECT, page_of, results
+from benchmark_helpers import CPU, NAMES, NEED_METTAGRID, PAGES, PROJECT, page_of, results
 
 import benchmark
 import ppo_metta
-import ppo_snake
 from benchmarks import report
 from benchmarks.harness import SUITES, Options
 from benchmarks.metta_parts import ARENAS, REAL_METTAGRID
 from benchmarks.players import random_hearts, scripted_hearts
-
-RUN = "harness.run"
-IN_SUBPROCESS = "harness.in_subprocess"
-ALTERNATE = "harness.alternate"
-EVAL_CURVE = "harness.eval_curve"
-WALL_CLOCK_CURVE = "harness.wall_clock_curve"
-
-
-def label(key: Any) -> str:
-    """A key as in a result file."""
-    return ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def alternate(*rounds: dict) -> Callable:
@@ -39,7 +27,7 @@ def alternate(*rounds: dict) -> Callable:
     waiting = list(rounds)
 
     def recorded(options: Options, calls: dict) -> dict:
-        keys = {label(key): key for key in calls}
+        keys = {", ".join(map(str, key)) if isinstance(key, tuple) else str(key): key for key in calls}
         return {keys.get(key, key): values for key, values in waiting.pop(0).items()}
 
     return recorded
@@ -64,42 +52,40 @@ def curves(found: dict, ours: list[str]) -> dict[str, Callable]:
         return found.get("plans"), {name: end for name, end in found["ends"].items() if name not in ours}
 
     return {
-        RUN: lambda *_: {"run": "none"},
-        EVAL_CURVE: lambda folder: waiting.pop(0),
-        WALL_CLOCK_CURVE: lambda folder, tag: waiting.pop(0),
+        "harness.run": lambda *_: {"run": "none"},
+        "harness.eval_curve": lambda folder: waiting.pop(0),
+        "harness.wall_clock_curve": lambda folder, tag: waiting.pop(0),
         "sb3_peers.plan_agents": plans,
-        IN_SUBPROCESS: theirs,
+        "harness.in_subprocess": theirs,
     }
 
 
 def recorded(name: str, found: dict) -> dict[str, Callable]:
     """Replacements of the benchmark's functions that return the recorded results of a table."""
     if name in ("env", "act", "metta-env"):
-        return {ALTERNATE: alternate(found["rates"])}
+        return {"harness.alternate": alternate(found["rates"])}
     if name in ("train", "bf16", "busy", "switches", "mario-switches"):
-        return {ALTERNATE: alternate(found["runs"])}
+        return {"harness.alternate": alternate(found["runs"])}
     if name == "update":
         batches = found["batches"]
         rounds = {batch: one["runs"] for batch, one in batches.items()} | {"ceiling": found["ceiling"]}
         return {
-            ALTERNATE: alternate(rounds),
+            "harness.alternate": alternate(rounds),
             "snake.saved_weights": lambda *_: {},
             "snake.matmul_seconds": lambda batch, *_: batches[str(batch)]["matmul_seconds"],
             "snake.least_work": lambda batch, *_: batches[str(batch)]["flops_and_bytes"],
         }
     if name == "scaling":
         rounds = [{str(cell["value"]): cell["runs"]} for cell in found["cells"]]
-        return {ALTERNATE: alternate(*rounds), "harness.free_gib": lambda device: math.inf}
-    if name == "learn":
-        return {RUN: runs(*found["runs"]), EVAL_CURVE: lambda folder: []}
-    if name in ("ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6", "ppo-snake-20x20"):
-        return {RUN: runs(*found["runs"])}
+        return {"harness.alternate": alternate(*rounds), "harness.free_gib": lambda device: math.inf}
+    if name in ("learn", "metta-presets", "ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6", "ppo-snake-20x20"):
+        return {"harness.run": runs(*found["runs"]), "harness.eval_curve": lambda folder: []}
     if name == "ppo-snake-speed":
         games = found["games"]
         rounds = {width: one["runs"] for width, one in games.items()} | {"ceiling": found["ceiling"]}
         by_minibatch = {2 * int(width): one for width, one in games.items()}
         return {
-            ALTERNATE: alternate(rounds),
+            "harness.alternate": alternate(rounds),
             "ppo_snake.saved_weights": lambda *_: {},
             "ppo_snake.matmul_seconds": lambda batch, *_, **__: by_minibatch[batch]["matmul_seconds"],
             "ppo_snake.least_work": lambda batch, *_, **__: (by_minibatch[batch]["flops"], 0),
@@ -107,80 +93,79 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
     if name == "ranks":
         sizes = list(found["sizes"])
         return {
-            ALTERNATE: alternate(found["runs"]),
-            IN_SUBPROCESS: lambda _, ranks, **__: found["all_reduce"][str(ranks)],
+            "harness.alternate": alternate(found["runs"]),
+            "harness.in_subprocess": lambda _, ranks, **__: found["all_reduce"][str(ranks)],
             "ranks.num_weights": lambda folder, network: sizes.pop(0),
         }
     if name == "sb3-speed":
         cases = []
         for rates in found["rates"].values():
             cases.append({who: [{"env_steps_per_second": rate} for rate in each] for who, each in rates.items()})
-        return {ALTERNATE: alternate(*cases)}
+        return {"harness.alternate": alternate(*cases)}
     if name == "sb3-learn":
         ours = [one for pair in zip(found["runs"]["ours"], found["runs"]["ours, `--compile`"]) for one in pair]
         theirs = list(found["runs"]["SB3"])
         keys = "wall_seconds", "eval_score_mean"
         return {
-            RUN: lambda *_: dict(zip(keys, ours.pop(0))),
-            IN_SUBPROCESS: lambda *_, **__: theirs.pop(0),
+            "harness.run": lambda *_: dict(zip(keys, ours.pop(0))),
+            "harness.in_subprocess": lambda *_, **__: theirs.pop(0),
         }
     if name == "sweep":
-        return {RUN: runs(*(cell for cell in found["cells"] if "flags" in cell))}
+        return {"harness.run": runs(*(cell for cell in found["cells"] if "flags" in cell))}
     if name == "metta-hearts":
         games = {flags: game for game, flags in (ARENAS | {"MettaGrid": REAL_METTAGRID}).items()}
-        players = {random_hearts: "random", scripted_hearts: "scripted"}
-        return {IN_SUBPROCESS: lambda player, flags, agent_episodes: found["hearts"][players[player]][games[flags]]}
+        hearts = {random_hearts: found["hearts"]["random"], scripted_hearts: found["hearts"]["scripted"]}
+        return {"harness.in_subprocess": lambda player, flags, **_: hearts[player][games[flags]]}
     if name.startswith("metta-learn"):
         hearts = {random_hearts: found["random"], scripted_hearts: found["scripted"]}
         summaries = [one for each in found["runs"].values() for one in each]
-        return {RUN: runs(*summaries), IN_SUBPROCESS: lambda player, **_: hearts[player]}
+        return {"harness.run": runs(*summaries), "harness.in_subprocess": lambda player, **_: hearts[player]}
     if name == "metta-speed":
         mflops = found["mflop"]
-        rounds = alternate(found["runs"] | {"games": found["games"]})
         return {
-            ALTERNATE: rounds,
-            IN_SUBPROCESS: lambda _, variants, device: [mflops[flags] for flags in variants],
+            "harness.alternate": alternate(found["runs"] | {"games": found["games"]}),
+            "harness.in_subprocess": lambda _, variants, device: [mflops[flags] for flags in variants],
         }
     if name == "metta-peer":
         return {
-            ALTERNATE: alternate(found["runs"]),
-            IN_SUBPROCESS: lambda _, threads, **__: found["trials"][str(threads)],
+            "harness.alternate": alternate(found["runs"]),
+            "harness.in_subprocess": lambda _, threads, **__: found["trials"][str(threads)],
         }
     if name == "metta-subproc":
         rounds = {}
         for flags, parts in found["settings"].items():
             rounds |= {f"{part}, {flags}": parts[part] for part in ("alone", "rollouts", "both")}
-        return {ALTERNATE: alternate(rounds), "metta.check_mettagrid": lambda table: None}
-    if name == "metta-presets":
-        return {RUN: runs(*found["runs"])}
+        return {"harness.alternate": alternate(rounds), "metta.check_mettagrid": lambda table: None}
     if name == "diagnose":
         rounds = {}
         for flags, parts in found["switches"].items():
             rounds |= {f"run, {flags}": parts["runs"], f"parts, {flags}": parts["parts"]}
-        return {ALTERNATE: alternate(rounds)}
+        return {"harness.alternate": alternate(rounds)}
     if name == "mario-env":
         players = found["players"]
         return {
-            ALTERNATE: alternate(found["rates"]),
-            IN_SUBPROCESS: lambda _, player, games: players[player],
+            "harness.alternate": alternate(found["rates"]),
+            "harness.in_subprocess": lambda _, player, games: players[player],
         }
     if name == "mario-async":
         trial = {"replay_ratio": found["asked"], "train_fraction": 0.5}
-        return {ALTERNATE: alternate(found["runs"]), RUN: lambda *_: trial}
+        return {"harness.alternate": alternate(found["runs"]), "harness.run": lambda *_: trial}
     if name.startswith("mario-learn"):
         by_run = {one["run"]: one["curves"] for one in found["runs"]}
-        readings = {WALL_CLOCK_CURVE: lambda folder, tag: by_run[folder.name][tag]}
-        return readings | {
-            RUN: runs(*found["runs"]),
-            IN_SUBPROCESS: lambda *_, **__: found["random"],
+        return {
+            "harness.wall_clock_curve": lambda folder, tag: by_run[folder.name][tag],
+            "harness.run": runs(*found["runs"]),
+            "harness.in_subprocess": lambda *_, **__: found["random"],
         }
     if name == "mario-real":
         by_run = {one["run"]: one for one in found["runs"]}
         curve_of = {"eval/distance_mean": "curve", "eval/flags": "flag_curve"}
         return {
-            RUN: runs(*found["runs"]),
-            WALL_CLOCK_CURVE: lambda folder, tag: by_run[folder.name][curve_of[tag]],
-            IN_SUBPROCESS: lambda *_, run=None, **__: by_run[Path(run).name]["ends"] if run else found["random"],
+            "harness.run": runs(*found["runs"]),
+            "harness.wall_clock_curve": lambda folder, tag: by_run[folder.name][curve_of[tag]],
+            "harness.in_subprocess": lambda *_, run=None, **__: (
+                by_run[Path(run).name]["ends"] if run else found["random"]
+            ),
         }
     return curves(found, [who for who in found["curves"] if not who.startswith("SB3")])
 
@@ -199,13 +184,10 @@ def again(name: str, monkeypatch) -> str:
     return report.section(found, text)
 
 
-NEEDS = {"metta-subproc": "mettagrid", "metta-learn-real": "mettagrid", "metta-hearts": "mettagrid"}
-
-
-@pytest.mark.parametrize("name", SUITES["all"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_table_is_that_of_its_results(name: str, monkeypatch) -> None:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+    if name in NEED_METTAGRID:
+        pytest.importorskip("mettagrid")
     section = re.search(rf"<!-- {name} cpu -->\n(.*?)\n<!-- end -->", page_of(name), re.DOTALL)[1]
     assert section == again(name, monkeypatch)
 
@@ -215,30 +197,14 @@ def test_the_commands_of_the_benchmark_are_valid() -> None:
     commands = re.findall(r"python benchmark\.py([^#`\n]*)", pages)
     assert len(commands) > 30
     for flags in commands:
-        if "--help" in flags:
-            continue
-        tyro.cli(Options, args=flags.split())
-
-
-def test_the_profile_of_the_readme_runs(monkeypatch, capsys) -> None:
-    code = re.search(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)[1]
-    asked = []
-    monkeypatch.setattr(
-        ppo_snake, "main", lambda args: asked.append(ppo_snake.fill_defaults(args, CPU)) or torch.ones(9).sum()
-    )
-    exec(code, {})
-    assert asked and "aten::sum" in capsys.readouterr().out
+        if "--help" not in flags:
+            tyro.cli(Options, args=flags.split())
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_every_link_leads_to_a_file(path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         assert (path.parent / target).exists(), target
-
-
-def test_gpu_not_measured_is_said_once_per_page() -> None:
-    for path in PAGES:
-        assert path.read_text().count("GPU: not measured") <= 1
 
 
 def test_the_figures_of_why_it_is_fast_are_on_its_pages() -> None:

@@ -1,9 +1,5 @@
 """Stable-Baselines3's agents learn, with the same games, networks and losses as ours."""
 
-import time
-import types
-from itertools import pairwise
-
 import gymnasium
 import pytest
 import torch
@@ -14,24 +10,6 @@ import ppo_metta
 from benchmarks import metta_parts, sb3_peers
 from envs.snake.rules import SnakeEnv
 from envs.snake.view import EgocentricView
-
-
-def test_evaluations_stop_the_clock_and_become_rarer(monkeypatch) -> None:
-    now = [0.0]
-
-    class Model:
-        def learn(self, steps, callback):
-            while callback():
-                now[0] += 0.25
-
-    def test(model) -> float:
-        now[0] += 100.0  # stops the clock
-        return now[0] > 10_000
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    seconds = [at for at, _ in sb3_peers.learning_curve(Model, test, 60, 1, 1)]
-    assert seconds[:21] == [*range(21)] and 55 < seconds[-1] <= 60
-    assert all(0 <= after - before - max(1, after / 20) < 0.3 for before, after in pairwise(seconds))
 
 
 def test_view_and_actions_are_those_of_dqn_snake() -> None:
@@ -54,28 +32,6 @@ def test_view_and_actions_are_those_of_dqn_snake() -> None:
         if terminated:
             env.reset()
     assert mirrored == {0, 1}
-    env.reset()
-    flat = sb3_peers.SnakeView(env.observation_space, 0, "cpu")
-    obs = torch.as_tensor(env.unwrapped.codes())[None]
-    _, seen, food = flat.view.features(obs)
-    features = flat(obs.float())
-    assert features.shape == (1, flat.features_dim) and features[0, seen[0].numel() :].argmax() == food
-    assert torch.equal(features[0, : seen[0].numel()], seen[0].flatten())
-    assert sb3_peers.SnakeView(env.observation_space, 32, "cpu")(obs.float()).shape == (1, 32)
-
-
-@pytest.mark.parametrize("name", sb3_peers.SNAKE_AGENTS)
-def test_snake_agents_learn(name: str) -> None:
-    found = sb3_peers.sb3_curve(name, 0.3, 0.1, 30, device="cpu", threads=1, seed=1, explored=100)
-    assert found[0] == [0.0, 0.0] and len(found) > 1
-    assert 0.1 <= found[1][0] < 10 and 0 <= found[1][1] < 30
-
-
-@pytest.mark.parametrize("name", sb3_peers.MARIO_AGENTS)
-def test_mario_agents_learn(name: str) -> None:
-    found = sb3_peers.sb3_mario_curve(name, 0.3, 0.1, 1000, device="cpu", threads=1, seed=1, explored=100)
-    assert found[0] == [0.0, 0.0] and len(found) > 1 and 0 < found[1][1] < 1100
-    assert sb3_peers.sb3_mario_rate(0.2, name=name, threads=1, device="cpu")["env_steps_per_second"] > 10
 
 
 def test_mario_network_is_ours_without_its_head() -> None:
@@ -87,67 +43,6 @@ def test_mario_network_is_ours_without_its_head() -> None:
     obs = torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
     seen = obs.float()
     assert torch.equal(ours.head(theirs(seen)), ours(obs)) and torch.equal(seen, obs.float())
-
-
-@pytest.mark.parametrize("tuned", [True, False])
-def test_arena_agents_learn(tuned: bool, monkeypatch) -> None:
-    args = metta_parts.metta_args
-    monkeypatch.setattr(metta_parts, "metta_args", lambda flags, device: args(f"--num-envs 2 {flags}", device))
-    evaluate = ppo_metta.evaluate
-    monkeypatch.setattr(ppo_metta, "evaluate", lambda agent, args, episodes, device: evaluate(agent, args, 6, device))
-    found = sb3_peers.sb3_arena_curve(tuned, seconds=0.5, every=0.2, goal=1, seed=1, threads=1, device="cpu")
-    assert found[0] == [0.0, 0.0] and len(found) > 1 and 0.2 <= found[1][0] < 10 and 0 <= found[1][1] < 1
-
-
-def test_both_arenas_are_the_same_game() -> None:
-    args = metta_parts.metta_args("--num-envs 3", "cpu")
-    book, batch = (sb3_peers.sb3_arena_envs(args, rule_book, CPU) for rule_book in (True, False))
-    assert (book.reset() == batch.reset()).all() and book.num_envs == batch.num_envs == 18
-    torch.manual_seed(0)
-    cut = set()
-    for _ in range(1000):
-        actions = torch.randint(25, (18,)).numpy()
-        found, expected = (games.step(actions) for games in (book, batch))
-        for mine, theirs in zip(found[:3], expected[:3]):
-            assert (mine == theirs).all() and mine.dtype == theirs.dtype
-        ends = [lane for lane, info in enumerate(found[3]) if info]
-        assert ends == found[2].nonzero()[0].tolist() == [lane for lane, info in enumerate(expected[3]) if info]
-        for lane in ends:
-            ours, other = (infos[lane]["terminal_observation"] for infos in (found[3], expected[3]))
-            assert (ours == other).all() and found[3][lane]["TimeLimit.truncated"]
-        cut |= set(ends)
-    assert cut == set(range(18))
-
-
-def test_arena_actions_are_relative_to_the_heading() -> None:
-    args = metta_parts.metta_args("--num-envs 3", "cpu")
-    plain, turned = (sb3_peers.sb3_arena_envs(args, False, CPU, seen_actions) for seen_actions in (False, True))
-    view = sb3_peers.arena_view(args, CPU)
-    head = torch.nn.Linear(1, 25)
-
-    class Policy:
-        def get_distribution(self, obs):
-            logits = head(obs[:, 0, :1].float())
-            return types.SimpleNamespace(distribution=types.SimpleNamespace(logits=logits))
-
-    headings = set()
-    with torch.no_grad():
-        for _ in range(50):
-            obs = plain.games.obs.clone()
-            headings |= set(view.heading(obs).tolist())
-            logits, _, _ = sb3_peers.PolicyAgent(Policy(), view)(obs[None], None, None)
-            seen = torch.randint(25, (18,))
-            is_taken = logits[0] == head(obs[:, 0, :1].float()).gather(1, seen[:, None])
-            found, expected = turned.step(seen.numpy()), plain.step(is_taken.nonzero()[:, 1].numpy())
-            assert (found[0] == expected[0]).all()
-    assert headings == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("rule_book", [False, True])
-def test_arena_speed_has_its_parts(rule_book) -> None:
-    found = sb3_peers.sb3_arena_rate("--rnn none --num-envs 2 --hidden-size 16", rule_book, 1, 0.1, "cpu")
-    parts = found["games"] + found["rollouts"] + found["learning"]
-    assert parts == pytest.approx(1e6 / found["env_steps_per_second"]) and min(found.values()) > 0
 
 
 def test_arena_gradients_are_ours() -> None:
