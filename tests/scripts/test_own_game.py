@@ -50,7 +50,8 @@ def test_gymnasium_games_in_a_batch_follow_the_single_game() -> None:
     batch = GymnasiumBatch("CartPole-v1", 3, seed=5)
     obs = batch.reset()
     envs = [gymnasium.make("CartPole-v1") for _ in range(3)]
-    expected = [env.reset(seed=5 + lane)[0] for lane, env in enumerate(envs)]
+    starts = [env.reset(seed=5 + lane)[0] for lane, env in enumerate(envs)]
+    np.testing.assert_array_equal(obs, starts)
     scores = [0.0] * 3
     finished = np.zeros(4)
     rng = np.random.default_rng(0)
