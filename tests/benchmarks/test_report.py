@@ -64,7 +64,7 @@ ONE = '{"table": "train", "device": "cpu", "command": "b", "ratios": {"peer": [1
         (dict(compare="old.json"), "{", "--compare old.json"),
         (dict(compare="old.json"), '{"table": "env", "device": "cpu", "ratios": {"a": [1]}}', "--compare old.json"),
         (dict(compare="old.json"), ONE.replace("[1, 1, 1]", "[1, 0, 1]"), "--compare old.json"),
-        (dict(compare="old.json"), ONE.replace("[1, 1, 1]", "1"), "--compare old.json"),
+        (dict(compare="old.json"), ONE.replace("[1, 1, 1]", "[1, 1]"), "--compare old.json"),
         (dict(compare="old.json", fast=True, repeats=3), ONE, "--compare old.json"),
         (dict(compare="old.json", repeats=2), ONE, "--compare"),
         (dict(repeats=0), None, "--repeats 0"),
