@@ -33,7 +33,14 @@ def test_no_flag_is_without_a_test(name) -> None:
     assert {field.name for field in dataclasses.fields(SCRIPTS[name].Args)} == set(tests.FLAGS) | tests.ELSEWHERE
 
 
-@pytest.mark.parametrize("name, flag", [(name, flag) for name, tests in TESTS.items() for flag in tests.FLAGS])
+ALL_FLAGS = [
+    pytest.param(name, flag, marks=[] if name == "ppo_snake" else pytest.mark.slow)
+    for name, tests in TESTS.items()
+    for flag in tests.FLAGS
+]
+
+
+@pytest.mark.parametrize("name, flag", ALL_FLAGS)
 def test_every_flag_changes_what_it_says(tmp_path, plain, name, flag) -> None:
     value, look = TESTS[name].FLAGS[flag]
     more = {other: x for other, x in MORE.get(flag, {}).items() if hasattr(SCRIPTS[name].Args, other)}

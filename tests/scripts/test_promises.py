@@ -79,7 +79,11 @@ skip=0 replay_ratio=0 tau=0 num_collectors=-1 learning_starts=-1 tau=1.5 start_e
 beta=1.5 replay_ratio=inf difficulty=99 size=24 size=50 stack=300
 """,
 }
-ALL_BAD = [(name, word) for name, words in BAD_OF.items() for word in (BAD + words).split()]
+ALL_BAD = [
+    pytest.param(name, word, marks=[] if name == "ppo_snake" else pytest.mark.slow)
+    for name, words in BAD_OF.items()
+    for word in (BAD + words).split()
+]
 
 
 @pytest.mark.parametrize("script, word", ALL_BAD, indirect=["script"])
@@ -90,12 +94,14 @@ def test_a_flag_that_cannot_work_is_refused(script, capsys, word) -> None:
     assert not list(script.folder.iterdir())
 
 
+@ONE_FAST
 def test_a_combination_that_cannot_work_is_refused(script, capsys) -> None:
     for words in (["--render"], ["--bf16", "--fp16"], ["--resume=nowhere", "--evaluate=nowhere"]):
         assert words[-1].split("=")[0] in one_line(script, capsys, *script.words(), *words)
     assert not list(script.folder.iterdir())
 
 
+@ONE_FAST
 def test_what_is_missing_is_refused(script, capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for flag in ("--device=cuda", "--fp16", "--tf32", "--cudagraph"):
@@ -115,6 +121,7 @@ def test_a_run_folder_belongs_to_one_run(script, trained, monkeypatch, capsys) -
     assert files_of(script.folder / f"{script.name}__1__run") == before
 
 
+@ONE_FAST
 def test_out_of_memory_is_one_line(script, monkeypatch, capsys) -> None:
     errors = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")]
     for error in errors:
@@ -130,6 +137,7 @@ def test_out_of_memory_is_one_line(script, monkeypatch, capsys) -> None:
     assert "out of memory: a smaller --" in one_line(script, capsys, *words)  # the allocator's own error
 
 
+@ONE_FAST
 def test_other_errors_keep_their_traceback(script, monkeypatch) -> None:
     def fail(*arguments) -> None:
         raise RuntimeError("something else")
@@ -154,6 +162,7 @@ def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_whole(script, trai
     assert not list(trained.glob("*.tmp"))
 
 
+@ONE_FAST
 def test_a_disk_that_fills_up_while_it_trains_is_one_line(script, monkeypatch, capsys) -> None:
     def fill(content, file) -> None:
         file.write(b"half")
@@ -230,6 +239,7 @@ def is_refused(script, folder: Path, capsys, *words: str) -> None:
     assert not Path("executed").exists()
 
 
+@ONE_FAST
 def test_a_damaged_checkpoint_is_refused(script, trained, monkeypatch, capsys) -> None:
     monkeypatch.chdir(script.folder)
     whole = load(trained)
@@ -243,6 +253,7 @@ def test_a_damaged_checkpoint_is_refused(script, trained, monkeypatch, capsys) -
             is_refused(script, trained, capsys, f"--evaluate={trained}")
 
 
+@ONE_FAST
 def test_a_checkpoint_without_a_part_is_refused_or_loads(script, trained, monkeypatch, capsys) -> None:
     class Started(BaseException):
         """Nothing catches it."""
@@ -259,6 +270,7 @@ def test_a_checkpoint_without_a_part_is_refused_or_loads(script, trained, monkey
             assert f"--resume {trained}" in one_line(script, capsys, *words)
 
 
+@ONE_FAST
 def test_a_foreign_or_hostile_file_is_refused_and_not_executed(script, trained, monkeypatch, capsys) -> None:
     monkeypatch.chdir(script.folder)
     file = trained / "checkpoint.pt"
@@ -275,6 +287,7 @@ def test_a_foreign_or_hostile_file_is_refused_and_not_executed(script, trained, 
         is_refused(script, trained, capsys, f"--evaluate={trained}")
 
 
+@ONE_FAST
 def test_another_network_than_that_of_the_checkpoint_is_refused(script, trained, capsys) -> None:
     words = [f"--{name.replace('_', '-')}={value}" for name, value in OTHER_SHAPE[script.name].items()]
     is_refused(script, trained, capsys, *longer(script, trained), *words)
@@ -348,6 +361,7 @@ def is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+@ONE_FAST
 def test_the_command_line_overrides_the_flags_of_a_checkpoint(script, trained) -> None:
     small = script.module.Args(**script.flags)
     saved = load(trained)
@@ -366,6 +380,7 @@ def test_the_command_line_overrides_the_flags_of_a_checkpoint(script, trained) -
         assert (args.total_timesteps, args.max_seconds) == expected
 
 
+@ONE_FAST
 def test_a_run_that_is_over_says_so(script, trained, capsys) -> None:
     steps = load(trained)["global_step"]
     is_refused(script, trained, capsys, *longer(script, trained), f"--total-timesteps={steps}")
@@ -382,6 +397,7 @@ def test_latest_is_the_last_run_of_this_script(script, trained) -> None:
     assert args.resume == str(trained / "checkpoint.pt")
 
 
+@ONE_FAST
 def test_checkpoints_are_saved_at_their_interval(script, monkeypatch) -> None:
     saves, save_checkpoint = [], script.module.save_checkpoint
 
@@ -424,6 +440,7 @@ def test_a_signal_saves_and_exits_0_and_leaves_nothing_behind(script, number) ->
     wait_until_removed(shared_before)
 
 
+@ONE_FAST
 def test_a_second_signal_ends_the_program_at_once(script, monkeypatch) -> None:
     interrupt_at_log(monkeypatch, 2, signal.SIGINT, signal.SIGINT)
     with pytest.raises(BaseException) as ended:  # noqa: B017 (KeyboardInterrupt would end pytest)
@@ -432,6 +449,7 @@ def test_a_second_signal_ends_the_program_at_once(script, monkeypatch) -> None:
     assert not (script.folder / "run" / "checkpoint.pt").exists()
 
 
+@ONE_FAST
 def test_what_ends_the_final_evaluation_loses_nothing(script, monkeypatch) -> None:
     """A signal there ends it at once: all is saved."""
 
@@ -459,6 +477,7 @@ def test_output_that_nobody_reads_leaves_no_traceback(script) -> None:
 # ------------------------------------------------------------------------------------------------ switches
 
 
+@ONE_FAST
 @pytest.mark.parametrize("capabilities", [{}, {"avx512_bf16": True}, {"amx_bf16": True}], ids=str)
 def test_bf16_falls_back_where_there_are_no_units(script, monkeypatch, capsys, capabilities) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
@@ -468,6 +487,7 @@ def test_bf16_falls_back_where_there_are_no_units(script, monkeypatch, capsys, c
     assert len(lines) == (0 if capabilities else 1)
 
 
+@ONE_FAST
 def test_bf16_is_close_to_fp32_and_learns_otherwise(script, monkeypatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     fp32 = weights_of(script.run(run_name="fp32")[1])
@@ -571,6 +591,7 @@ def test_evaluation_does_not_count_into_speed(script, monkeypatch) -> None:
     assert pauses and min(pauses) > 0.18  # a rollout takes less
 
 
+@ONE_FAST
 def test_speed_after_a_resume_counts_only_new_steps(script, trained) -> None:
     saved = load(trained)
     saved["global_step"] = 10**9  # as if very many steps had been made
@@ -610,6 +631,7 @@ def test_evaluate_and_render_play_the_checkpoint(script, trained, monkeypatch, c
     assert capsys.readouterr().out.count("\033[H") > 1
 
 
+@ONE_FAST
 def test_a_gif_that_cannot_be_written_is_one_line_and_no_failure(script, trained, capsys) -> None:
     (trained / "videos").write_text("a file where the folder should be")
     assert "eval_score_mean" in script.cli("--evaluate", trained)
@@ -629,6 +651,7 @@ def test_a_copied_script_runs_alone(script) -> None:
     assert list(folder.glob("videos/*.gif"))
 
 
+@ONE_FAST
 def test_a_printed_command_can_be_pasted(script, trained, capsys) -> None:
     """With a space in the path, from a shell in the same folder, and on a terminal that knows only ASCII."""
     spaced = trained.rename(script.folder / "a run")
