@@ -791,6 +791,7 @@ def test_bf16_moves_what_the_network_says_and_reaches_every_weight(run, monkeypa
     assert all(gradient.dtype == torch.float32 and gradient.abs().sum() > 0 for gradient in gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [SHORT, ATTENTION | {"total_timesteps": 200}], ids=str)
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
 def test_compiled_learns_what_eager_learns(run, flags) -> None:
