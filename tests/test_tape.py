@@ -78,7 +78,11 @@ COMBINATIONS = {
         {"target_network_frequency": 2, "double": False},
     ],
 }  # fmt: skip
-EVERY_ONE = [(script, flags) for script, every in COMBINATIONS.items() for flags in every]
+EVERY_ONE = [
+    pytest.param(script, flags, marks=pytest.mark.slow if flags else [])
+    for script, every in COMBINATIONS.items()
+    for flags in every
+]
 GAMES = [envs.snake.batch, envs.snake.view, envs.metta.batch, envs.metta.actions, envs.metta.maps]
 GAMES += [envs.metta.tables, envs.metta.tokens, envs.metta.view, envs.workers, envs.workers]
 TIMES = "args elapsed collected"  # parts of a checkpoint that tell of the run's name and of the clock

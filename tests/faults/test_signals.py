@@ -7,6 +7,7 @@ import torch
 from small_runs import load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("when", ["at the start", "while saving"])
 def test_a_signal_saves_and_ends_the_run(script, monkeypatch, capsys, number, when) -> None:
