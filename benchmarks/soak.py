@@ -1,9 +1,9 @@
 """Run a script at full speed for some minutes and see whether memory, files, processes and speed stay as they are.
 
-    python tests/faults/soak.py dqn_snake.py 20
-    python tests/faults/soak.py ppo_metta.py 20 --rnn none
-    python tests/faults/soak.py dqn_snake_sb3_compat.py 20 --buffer-size 100000  # a replay that still fills grows
-    taskset -c 0 python tests/faults/soak.py ppo_snake.py 20 --threads 1  # while another run uses another core
+    python benchmarks/soak.py dqn_snake.py 20
+    python benchmarks/soak.py ppo_metta.py 20 --rnn none
+    python benchmarks/soak.py dqn_snake_sb3_compat.py 20 --buffer-size 100000  # a replay that still fills grows
+    taskset -c 0 python benchmarks/soak.py ppo_snake.py 20 --threads 1  # while another run uses another core
 
 Exit code 1 if memory grew by more than 2 % after the first two minutes, if there are more files or processes at the end
 than then, or if the last minute was slower than 95 % of the third. Machines become slower too: what counts is the speed
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 SETTLED = 120  # seconds after which nothing may grow
 
