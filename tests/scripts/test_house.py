@@ -62,4 +62,4 @@ def test_every_command_that_is_shown_is_understood(page: str) -> None:
         if script in SCRIPTS and "--help" not in flags:
             tyro.cli(SCRIPTS[script].Args, args=shlex.split(flags, comments=True))
         else:
-            assert (ROOT / script).exists()
+            assert (ROOT / script).exists() or script.startswith("my_")

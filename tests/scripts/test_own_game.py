@@ -22,8 +22,7 @@ def learn(name: str, folder: Path, flags: str) -> float:
     """Mean return of a copied script after the flags of the page and more."""
     script = f"my_{name}.py"
     (folder / script).write_text((ROOT / f"{name}_snake.py").read_text())
-    diff = re.sub(r"^--- \S+", f"--- {script}", DIFFS[name])
-    subprocess.run(["git", "apply", "-p0", "--unidiff-zero", "-"], input=diff, cwd=folder, text=True, check=True)
+    subprocess.run(["git", "apply", "-"], input=DIFFS[name], cwd=folder, text=True, check=True)
     words = [
         *shlex.split(flags),
         "--threads=1",
@@ -37,10 +36,11 @@ def learn(name: str, folder: Path, flags: str) -> float:
     return float(re.search(r"eval_score_mean (\S+)", done.stdout)[1])
 
 
-@pytest.mark.parametrize("name", DIFFS)
-def test_a_copy_with_the_diff_of_the_page_learns_cartpole(tmp_path, name) -> None:
+@pytest.mark.parametrize("name, score", [("ppo", 450), pytest.param("dqn", 100, marks=pytest.mark.slow)])
+def test_a_copy_with_the_diff_of_the_page_learns_cartpole(tmp_path, name, score) -> None:
+    """A random player scores 22."""
     assert sum(line[0] == "+" for line in DIFFS[name].splitlines()) <= 41  # with the line of the file's name
-    assert learn(name, tmp_path, COMMANDS[f"my_{name}"].replace("\\\n", " ")) >= 450
+    assert learn(name, tmp_path, COMMANDS[f"my_{name}"].replace("\\\n", " ")) >= score
 
 
 def test_gymnasium_games_in_a_batch_follow_the_single_game() -> None:
