@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -226,89 +225,3 @@ def test_what_is_broken_is_caught(monkeypatch, tmp_path, name) -> None:
     else:
         with pytest.raises(Refused, match=reason):
             train(monkeypatch, broken, tmp_path, cudagraph=True)
-
-
-# ------------------------------------------------------------------------------------------- the tape itself
-
-
-def put(x: torch.Tensor, index: Any, value: Any) -> None:
-    x[index] = value
-
-
-NOT_CAPTURED = {
-    "item": lambda x, index: x.sum().item(),
-    "bool": lambda x, index: bool(x.any()),
-    "nonzero": lambda x, index: x.nonzero(),
-    "mask": lambda x, index: x[x > 0],
-    "write by mask": lambda x, index: put(x, x > 0, x.sum()),
-    "number by index": lambda x, index: put(x, index, 3),
-    "number at a place": lambda x, index: put(x, 0, 3),
-    "data": lambda x, index: x[:2].add_(torch.tensor([1.0, 2.0], device=x.device)),
-    "array": lambda x, index: x.add_(torch.from_numpy(np.ones(4))),
-    "list": lambda x, index: x.tolist(),
-    "generator": lambda x, index: torch.rand(2, generator=torch.Generator().manual_seed(5)),
-    "synchronize": lambda x, index: torch.cuda.synchronize(),
-}
-CAPTURED = {
-    "number to a slice": lambda x, index: put(x, slice(2), 3),
-    "tensor by index": lambda x, index: put(x, index, x.sum()),
-    "number times a tensor": lambda x, index: x.mul_(3),
-    "choice": lambda x, index: x.copy_(torch.where(x > 1, 0.5, x)),
-    "default generator": lambda x, index: x.add_(torch.rand(4)),
-    "new memory": lambda x, index: x.add_(torch.empty_like(x).fill_(2)),
-}
-
-
-@pytest.mark.parametrize("name", NOT_CAPTURED)
-def test_a_capture_refuses_what_waits(monkeypatch, name) -> None:
-    cuda = install(monkeypatch, sys.modules[__name__])
-    x, index = torch.arange(4.0), torch.arange(2)
-    NOT_CAPTURED[name](x, index)
-    with pytest.raises(Refused, match=r"test_tape.py:\d+: "), cuda.graph(cuda.CUDAGraph()):
-        NOT_CAPTURED[name](x, index)
-
-
-@pytest.mark.parametrize("name", CAPTURED)
-def test_a_capture_has_no_effect_and_each_replay_has_one(monkeypatch, name) -> None:
-    cuda = install(monkeypatch, sys.modules[__name__])
-    states = []
-    for with_graph in (False, True):
-        torch.manual_seed(1)
-        x, index, graph = torch.arange(4.0), torch.arange(2), cuda.CUDAGraph()
-        if with_graph:
-            with cuda.graph(graph):
-                CAPTURED[name](x, index)
-            assert x.equal(torch.arange(4.0))
-        for _ in range(3):
-            if with_graph:
-                graph.replay()
-            else:
-                CAPTURED[name](x, index)
-        states.append((x, torch.get_rng_state()))
-    assert all(map(torch.equal, *states))
-
-
-def test_a_replay_learns(monkeypatch) -> None:
-    """Backward passes, gradients that are allocated again, and a step of Adam."""
-    cuda = install(monkeypatch, sys.modules[__name__])
-    weights = []
-    for with_graph in (False, True):
-        torch.manual_seed(1)
-        layer, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
-        learning_rate, graph = torch.tensor(0.1), cuda.CUDAGraph()
-        optimizer = torch.optim.Adam(layer.parameters(), lr=learning_rate, fused=True, capturable=True)
-
-        def update() -> None:
-            optimizer.zero_grad()
-            layer(x).square().mean().backward()
-            optimizer.step()
-
-        update()
-        if with_graph:
-            with cuda.graph(graph):
-                update()
-        for rate in (0.3, 0.2, 0.1):
-            learning_rate.fill_(rate)
-            graph.replay() if with_graph else update()
-        weights.append(layer.weight)
-    assert torch.equal(*weights)

@@ -117,13 +117,6 @@ def test_mirroring_the_board_mirrors_the_values(kind: str) -> None:
     torch.testing.assert_close(mirrored_q, q[:, [0, 3, 2, 1]], atol=1e-5, rtol=1e-5)
 
 
-def test_a_reversal_is_worth_what_going_ahead_is() -> None:
-    q_network, obs = network(), boards(20)
-    heading = (obs.flatten(1).max(1).values - HEAD).long()[:, None]
-    q = q_network(obs)
-    assert torch.equal(q.gather(1, heading), q.gather(1, (heading + 2) % 4))
-
-
 def test_attention_kernels_agree_with_attention_written_out(monkeypatch) -> None:
     def written_out(q, k, v):
         return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
@@ -139,38 +132,11 @@ def test_attention_kernels_agree_with_attention_written_out(monkeypatch) -> None
         torch.testing.assert_close(output, outputs[2], atol=1e-5, rtol=1e-4)
 
 
-def test_a_width_that_attention_cannot_split_is_refused(run, capsys, tmp_path) -> None:
-    with pytest.raises(SystemExit) as error:
-        run(run_name="refused", network="attention", hidden_size=30)
-    message = capsys.readouterr().err
-    assert error.value.code == 2 and message.count("\n") == 1 and "--hidden-size 30" in message
-    assert not list(tmp_path.rglob("refused*"))
-
-
 def test_a_replay_that_was_not_saved_starts_empty(run, capsys) -> None:
     _, folder = run()
     run(resume=str(folder), checkpoint_replay=True, total_timesteps=3240)
     assert "the replay starts empty" in capsys.readouterr().out
     assert "replay" in load(folder)
-
-
-def test_evaluation_needs_no_kernel_of_training() -> None:
-    """--sdpa is for the forward passes of training: fp32 has no flash kernel on CUDA."""
-    q_network, obs = network(network="attention", sdpa="cudnn"), boards(8)
-    other = network(network="attention")
-    other.load_state_dict(q_network.state_dict())
-    assert torch.equal(q_network.greedy_move(obs), other.greedy_move(obs))
-
-
-@pytest.mark.parametrize("kind", ["mlp", "attention"])
-def test_networks_see_where_the_body_lies(kind: str) -> None:
-    q_network, obs = network(network=kind), boards(20)
-    moved = obs.clone().flatten(1)
-    for cells in moved:
-        body, empty = ((cells >= BODY) & (cells < HEAD)).nonzero()[0], (cells == 0).nonzero()[0]
-        cells[empty], cells[body] = cells[body].clone(), 0
-    changes = (q_network(moved.view_as(obs)) - q_network(obs)).abs().amax(1)
-    assert (changes > 1e-6).all()
 
 
 # ------------------------------------------------------------------------------------------------ the loop
