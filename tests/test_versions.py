@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -20,6 +22,7 @@ def test_the_lowest_versions_are_those_that_the_requirements_allow() -> None:
         assert package == "torch" or lowest[package] == version
 
 
+@pytest.mark.slow
 def test_a_small_run_trains_saves_evaluates_and_goes_on(tmp_path) -> None:
     """From the command line, as it is read by the tyro that is installed."""
 

@@ -50,6 +50,7 @@ def test_the_commit_is_optional(tmp_path, monkeypatch) -> None:
     assert harness.commit() == "unknown"
 
 
+@pytest.mark.slow
 def test_a_real_run_is_measured(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(harness, "ROOT", PROJECT)
     monkeypatch.setattr(harness, "run_folder", lambda name: tmp_path / name)

@@ -34,6 +34,7 @@ def test_a_forked_row_can_use_the_gpu() -> None:
     assert row.get("found", 0) > 1e9, row
 
 
+@pytest.mark.slow
 def test_a_trial_on_a_cpu_writes_no_page(tmp_path, monkeypatch) -> None:
     page = page_of("gpu")
     tiny = {"snake_widths": (4,), "arena_widths": (1,), "batches": (4,), "alone_seconds": 0.01, "run_seconds": 0.2}

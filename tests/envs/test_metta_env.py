@@ -92,7 +92,9 @@ def mixed_action(arena: MettaArena, body: Thing, rng: np.random.Generator) -> in
     return metta_action(arena, body) if draw < 0.8 else int(rng.choice([FORWARD, ROTATE + rng.integers(4)]))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "battle" in name else []) for name in SETTINGS]
+)
 def test_batch_plays_by_the_rule_book(name: str) -> None:
     """Tokens, rewards, ends and statistics; also along the path of CUDA, and in games that were loaded."""
     rules = dict(SETTINGS[name])

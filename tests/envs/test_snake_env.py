@@ -234,7 +234,8 @@ def test_a_picture_of_a_large_board_has_smaller_cells(board: tuple[int, int], ce
     assert food[0] > 200 > food[1]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_step_as_on_cuda_compiles_into_one_graph(backend: str) -> None:
     eager, compiled = SnakeBatch(32, seed=1), SnakeBatch(32, seed=1)
     eager.fixed_shapes = compiled.fixed_shapes = True

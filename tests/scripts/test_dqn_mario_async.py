@@ -202,6 +202,7 @@ def hold(fence: plumbing.Fence) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_who_is_killed_with_a_lock_stops_nobody(monkeypatch) -> None:
     """Where there are locks: on other processors than x86. A slow holder may find its lock freed."""
     monkeypatch.setattr(plumbing, "ORDERED", False)
@@ -682,6 +683,7 @@ def test_a_collector_has_one_thread_and_is_deaf_from_its_birth_on() -> None:
     process.join()
 
 
+@pytest.mark.slow
 def test_a_killed_collector_is_replaced_and_what_it_committed_is_kept(run, monkeypatch, capfd) -> None:
     killed, add = [], ReplayBuffer.add
 
@@ -704,6 +706,7 @@ class NoCollector:
         raise ZeroDivisionError("no games\ntoday")
 
 
+@pytest.mark.slow
 def test_collectors_that_cannot_play_end_the_run(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(script, "Collector", NoCollector)
     with pytest.raises(ChildProcessError, match="three collectors in a row ended before they played, see above"):

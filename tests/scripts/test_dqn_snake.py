@@ -132,11 +132,6 @@ def test_attention_kernels_agree_with_attention_written_out(monkeypatch) -> None
         torch.testing.assert_close(output, outputs[2], atol=1e-5, rtol=1e-4)
 
 
-def test_a_replay_that_was_not_saved_starts_empty(run, capsys) -> None:
-    _, folder = run()
-    run(resume=str(folder), checkpoint_replay=True, total_timesteps=3240)
-    assert "the replay starts empty" in capsys.readouterr().out
-    assert "replay" in load(folder)
 
 
 # ------------------------------------------------------------------------------------------------ the loop

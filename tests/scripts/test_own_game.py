@@ -36,7 +36,8 @@ def learn(name: str, folder: Path, flags: str) -> float:
     return float(re.search(r"eval_score_mean (\S+)", done.stdout)[1])
 
 
-@pytest.mark.parametrize("name, score", [("ppo", 450), pytest.param("dqn", 100, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name, score", [("ppo", 450), ("dqn", 100)])
 def test_a_copy_with_the_diff_of_the_page_learns_cartpole(tmp_path, name, score) -> None:
     """A random player scores 22."""
     assert sum(line[0] == "+" for line in DIFFS[name].splitlines()) <= 41  # with the line of the file's name

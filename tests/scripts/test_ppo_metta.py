@@ -579,6 +579,7 @@ def busy_run(tmp_path):
     wait_until_gone(children)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, said", [(signal.SIGKILL, "died with exit code -9"), (signal.SIGSTOP, "not answered")])
 def test_a_lost_worker_is_named_and_the_checkpoint_saved(tmp_path, busy_run, number, said) -> None:
     run, workers = busy_run
@@ -588,6 +589,7 @@ def test_a_lost_worker_is_named_and_the_checkpoint_saved(tmp_path, busy_run, num
     assert (tmp_path / "run" / "checkpoint.pt").exists()
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_trainer_is_killed(busy_run) -> None:
     run, workers = busy_run
     assert len(workers) == 2
@@ -596,6 +598,7 @@ def test_workers_end_when_the_trainer_is_killed(busy_run) -> None:
     assert not err
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_saves_and_exits_0(tmp_path, busy_run) -> None:
     """As terminals and batch systems send it: to workers too."""
     run, _ = busy_run
@@ -673,6 +676,7 @@ script.evaluate = lambda *given: {}
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(tmp_path) -> None:
     flags = dict(num_envs=2, agents=4, num_minibatches=1, update_epochs=50, total_timesteps=128, anneal_lr=False)
     for ranks in (1, 2):
@@ -714,6 +718,7 @@ script.pick_precision = lambda *given: torch.float16
 """
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_an_update_that_overflows_on_one(tmp_path) -> None:
     """With gradient scaling as --fp16 has it on CUDA: what one rank steps with and another does not would be NaN."""
     flags = dict(num_steps=8, num_minibatches=2, total_timesteps=4 * 6 * 8 * 3)
@@ -727,6 +732,7 @@ def test_all_ranks_skip_an_update_that_overflows_on_one(tmp_path) -> None:
 # ------------------------------------------------------------------------------------------------ switches
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
 def test_the_loop_compiles_nothing_that_the_warm_up_has_not(run, monkeypatch) -> None:
     """Also nothing backward, which PyTorch compiles at its first use."""

@@ -464,6 +464,7 @@ def test_what_ends_the_final_evaluation_loses_nothing(script, monkeypatch) -> No
     assert summary["env_steps"] == load(script.folder / "run")["global_step"] >= script.flags["total_timesteps"]
 
 
+@pytest.mark.slow
 @ONE_FAST
 def test_output_that_nobody_reads_leaves_no_traceback(script) -> None:
     words = " ".join(script.words(run_name="run", log_every=1e-9))
@@ -547,6 +548,7 @@ SUMMARY_FLAGS = {
 }
 
 
+@ONE_FAST
 def test_summary_and_tensorboard(script) -> None:
     summary, folder = script.run(eval_every=0.1, log_every=0.02, **SUMMARY_FLAGS.get(script.name, {}))
     assert json.loads((folder / "summary.json").read_text()) == summary

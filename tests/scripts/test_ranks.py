@@ -258,6 +258,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_FAST)
 def test_what_cannot_be_dealt_out_is_refused_by_all(tmp_path, name) -> None:
     flags, line = REFUSED[name]
