@@ -132,8 +132,6 @@ def test_attention_kernels_agree_with_attention_written_out(monkeypatch) -> None
         torch.testing.assert_close(output, outputs[2], atol=1e-5, rtol=1e-4)
 
 
-
-
 # ------------------------------------------------------------------------------------------------ the loop
 
 
