@@ -305,7 +305,7 @@ def test_a_rollout_against_a_loop_with_one_lane_at_a_time_in_mind(run, recorded)
 @pytest.mark.parametrize(
     "flags",
     [{"rnn": "mingru"}, {"rnn": "none"}, {"network": "box-cnn"}, {"network": "token-attention"},
-     {"vec_env": "subproc"}, {"vec_env": "subproc", "num_workers": 0}],
+     pytest.param({"vec_env": "subproc"}, marks=pytest.mark.slow), {"vec_env": "subproc", "num_workers": 0}],
     ids=str,
 )  # fmt: skip
 def test_learning_sees_what_acting_saw(run, large_heads, flags) -> None:

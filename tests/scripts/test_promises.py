@@ -149,7 +149,7 @@ def test_other_errors_keep_their_traceback(script, monkeypatch) -> None:
 
 @ONE_FAST
 @pytest.mark.skipif(sys.platform != "linux", reason="limits files as Linux does")
-@pytest.mark.parametrize("kib", [0, 1, 8])
+@pytest.mark.parametrize("kib", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 8])
 def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_whole(script, trained, kib) -> None:
     """No file may grow beyond so many KiB: args.json, TensorBoard's events or the checkpoint."""
     before = (trained / "checkpoint.pt").read_bytes()
