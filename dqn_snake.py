@@ -671,7 +671,7 @@ def parse_args() -> Args:
     saved = Args(**checkpoint["args"])
     for name in NOT_RESUMED:
         setattr(saved, name, getattr(args, name))
-    if args.total_timesteps is not None or args.max_seconds is not None:  # a new limit replaces both
+    if args.total_timesteps or args.max_seconds:  # a new limit replaces both
         saved.total_timesteps = None
         saved.max_seconds = None
     args = tyro.cli(Args, default=saved, description=__doc__)
@@ -766,16 +766,15 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             if same_games:
                 envs.load_state_dict(checkpoint["envs"])
                 generator.set_state(checkpoint["generator"])
-            if "replay" in checkpoint and args.checkpoint_replay and same_games:
+            if "replay" in checkpoint and same_games:
                 replay.load_state_dict(checkpoint["replay"])
             else:
                 print("the replay starts empty: --checkpoint-replay saves it, for the same games")
         except Exception as error:
             fail(f"--resume {args.resume}: {type(error).__name__}: {error}")
 
-    def autocast():
-        # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
-        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+    # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
+    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
     attention = SDPA_BACKENDS[args.sdpa]
     if args.network == "attention":
@@ -896,8 +895,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     seconds = last_log = last_eval = last_checkpoint = seconds_before
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
-    timer.lap()
     while True:
+        timer.lap()  # setup, evaluations and checkpoints do not count
         # 1 act and step, 2 store
         epsilon.fill_(linear_schedule(args.start_e, args.end_e, args.exploration_fraction, progress))
         act_step_and_store()
@@ -965,11 +964,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 log(scores)
             seconds, stop = clock()
             last_eval = seconds  # the interval is from the end of one to the start of the next
-            timer.lap()
         if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every:
             last_checkpoint = seconds
             save()
-            timer.lap()
 
     # --- the end: first what must not be lost ---------------------------------------------------------------------
     if updates == 0:

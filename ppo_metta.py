@@ -1087,7 +1087,7 @@ def parse_args() -> Args:
         fail(f"{path}: needs --env-config {saved.env_config} on the command line, as a checkpoint does not choose code")
     for name in NOT_RESUMED:
         setattr(saved, name, getattr(args, name))
-    if args.total_timesteps is not None or args.max_seconds is not None:  # a new limit replaces both
+    if args.total_timesteps or args.max_seconds:  # a new limit replaces both
         saved.total_timesteps = None
         saved.max_seconds = None
     args = tyro.cli(Args, default=saved, description=__doc__)
@@ -1329,8 +1329,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     seconds = last_log = last_eval = last_checkpoint = seconds_before
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
-    timer.lap()
     while True:
+        timer.lap()  # setup, evaluations and checkpoints do not count
         # 1 act and step, 2 store
         try:
             collect_rollout()
@@ -1406,11 +1406,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
             seconds, stop = clock()
             last_eval = seconds  # the interval is from the end of one to the start of the next
-            timer.lap()
         if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every:
             last_checkpoint = seconds
             save()
-            timer.lap()
 
     # --- the end: first what must not be lost ---------------------------------------------------------------------
     save()

@@ -557,7 +557,7 @@ def parse_args() -> Args:
     saved = Args(**checkpoint["args"])
     for name in NOT_RESUMED:
         setattr(saved, name, getattr(args, name))
-    if args.total_timesteps is not None or args.max_seconds is not None:  # a new limit replaces both
+    if args.total_timesteps or args.max_seconds:  # a new limit replaces both
         saved.total_timesteps = None
         saved.max_seconds = None
     args = tyro.cli(Args, default=saved, description=__doc__)
@@ -617,8 +617,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         same_games = RANKS == 1 and checkpoint.get("games_of") == [device.type, args.num_envs, 1]
         if not same_games:
             print("new games: those of the checkpoint need one process, the same --device and --num-envs")
-    progress = progress_of(args, global_step, seconds_before)
-    if progress >= 1:
+    if progress_of(args, global_step, seconds_before) >= 1:
         fail(f"--resume {args.resume}: the run is over; a larger --total-timesteps or --max-seconds works")
 
     seed = args.seed
@@ -675,9 +674,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     # --- collecting -----------------------------------------------------------------------------------------------
     timer = PhaseTimer(device)
 
-    def autocast():
-        # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
-        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+    # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
+    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
     @torch.no_grad()
     def policy(obs):
@@ -783,8 +781,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     seconds = last_log = last_eval = last_checkpoint = seconds_before
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
-    timer.lap()
     while True:
+        timer.lap()  # setup, evaluations and checkpoints do not count
         # 1 act and step, 2 store
         for number in range(args.num_steps):
             step.fill_(number)
@@ -851,11 +849,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 log(scores)
             seconds, stop = clock()
             last_eval = seconds  # the interval is from the end of one to the start of the next
-            timer.lap()
         if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every:
             last_checkpoint = seconds
             save()
-            timer.lap()
 
     # --- the end: first what must not be lost ---------------------------------------------------------------------
     save()

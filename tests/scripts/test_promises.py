@@ -595,7 +595,7 @@ def test_evaluation_does_not_count_into_speed(script, monkeypatch) -> None:
     fast = script.run(run_name="fast")[0]["env_steps_per_second"]
     monkeypatch.setattr(script.module, "evaluate", slow)
     summary, _ = script.run(eval_every=0.2, total_timesteps=None, max_seconds=3.0)
-    assert summary["env_steps_per_second"] > fast / 3
+    assert summary["env_steps_per_second"] > fast / 1.5
     assert 3 <= summary["wall_seconds"] < 5
     pauses = [start - end for end, start in zip(times[1:-2:2], times[2:-2:2])]  # without the final one
     assert pauses and min(pauses) > 0.19
