@@ -66,30 +66,30 @@ RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 @dataclass
 class Args:
     # Run
+    max_seconds: float | None = None
+    """training time in seconds, with evaluations, without warm-up (None: 900, or no limit with --total-timesteps)"""
+    total_timesteps: int | None = None
+    """environment steps to train for (None: no limit)"""
     seed: int = 1
     """seed of weights, games, exploration and sampling"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to learn; auto uses CUDA if there is one. Collectors run on the CPU"""
-    total_timesteps: int | None = None
-    """environment steps to train for (None: no limit)"""
-    max_seconds: float | None = None
-    """training time in seconds, with evaluations, without warm-up (None: 900, or no limit with --total-timesteps)"""
-    run_dir: str = "runs"
-    """folder of all runs"""
     run_name: str | None = None
     """name of this run's folder (None: script, seed and time)"""
+    run_dir: str = "runs"
+    """folder of all runs"""
 
     # Environment
     env_id: Literal["MarioLike-v0", "SuperMarioBros"] = "MarioLike-v0"
     """our own game (envs/mario/game.py), or the real one (envs/mario/real.py, needs stable-retro and a ROM)"""
-    difficulty: int = 0
-    """difficulty of MarioLike's levels"""
     rom: str | None = None
     """the real game's .nes file (None: the one in an installed gym-super-mario-bros)"""
     world: int = 1
     """world of the real game"""
     stage: int = 1
     """stage of the real game's world"""
+    difficulty: int = 0
+    """difficulty of MarioLike's levels"""
     actions: Literal[5, 7, 12] = 7
     """size of the action set: only to the right, the simple ones, or all"""
     size: int = 84
@@ -112,12 +112,16 @@ class Args:
     """updates between broadcasts of the weights"""
 
     # Algorithm
+    learning_rate: float = 5e-4
+    """AdamW's learning rate"""
+    batch_size: int | None = None
+    """samples per gradient, over all processes (None: 32 on a CPU, 512 on CUDA)"""
+    replay_ratio: float = 8.0
+    """maximum number of samples learned per environment step; a learner that cannot keep up learns fewer"""
     channels: int = 16
     """channels of the first convolution; the others have twice as many"""
     hidden_size: int = 256
     """width of the layer after the convolutions"""
-    learning_rate: float = 5e-4
-    """AdamW's learning rate"""
     anneal_lr: bool = True
     """decay the learning rate exponentially to a tenth over the run"""
     weight_decay: float = 1e-5
@@ -136,12 +140,8 @@ class Args:
     """exponent of the priorities (Schaul et al. 2016); 0 samples uniformly"""
     beta: float = 0.4
     """initial exponent of the importance weights, annealed to 1"""
-    batch_size: int | None = None
-    """samples per gradient, over all processes (None: 32 on a CPU, 512 on CUDA)"""
     accumulate: int = 1
     """gradients per update"""
-    replay_ratio: float = 8.0
-    """maximum number of samples learned per environment step; a learner that cannot keep up learns fewer"""
     learning_starts: int = 5_000
     """frames in the replay before learning starts"""
     start_e: float = 1.0
@@ -177,23 +177,23 @@ class Args:
     """the learner's CPU threads (None: the cores without a collector, 8 at most)"""
 
     # Input and output
-    log_every: float = 10.0
-    """seconds between log lines"""
-    eval_every: float = 60.0
-    """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
-    eval_episodes: int = 100
-    """games of the final evaluation, on levels that training never plays; the real game has one level and only
-    --noop-max + 1 different starts, the same as in training"""
-    checkpoint_every: float = 60.0
-    """seconds between checkpoints (0: only at the end)"""
-    checkpoint_replay: bool = False
-    """save the replay in checkpoints (one process)"""
     resume: str | None = None
     """continue a run, with its flags: a checkpoint, a run folder, or "latest" """
     evaluate: str | None = None
     """no training, play --eval-episodes games: with a checkpoint, a run folder, or "latest" """
     render: bool = False
     """with --evaluate: play one game in the terminal"""
+    eval_every: float = 60.0
+    """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
+    eval_episodes: int = 100
+    """games of the final evaluation, on levels that training never plays; the real game has one level and only
+    --noop-max + 1 different starts, the same as in training"""
+    log_every: float = 10.0
+    """seconds between log lines"""
+    checkpoint_every: float = 60.0
+    """seconds between checkpoints (0: only at the end)"""
+    checkpoint_replay: bool = False
+    """save the replay in checkpoints (one process)"""
     video: bool = True
     """write a GIF of one game after the final evaluation"""
     wandb: bool = False
@@ -238,7 +238,7 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         highest = HIGHEST.get(name, sys.maxsize)
         lowest = "0 or more" if name in MAY_BE_0 else "above 0"
         if not 0 <= value <= highest or (value == 0 and name not in MAY_BE_0):  # NaN fails, too
-            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
+            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
     if args.batch_size % RANKS:
         fail(f"--batch-size {args.batch_size}: must be a multiple of the {RANKS} processes")
     if args.size < 36:

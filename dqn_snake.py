@@ -59,18 +59,18 @@ RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 @dataclass
 class Args:
     # Run
+    max_seconds: float | None = None
+    """training time in seconds, with evaluations, without warm-up (None: 120, or no limit with --total-timesteps)"""
+    total_timesteps: int | None = None
+    """environment steps to train for (None: no limit)"""
     seed: int = 1
     """seed of weights, games, exploration and replay samples"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses CUDA if there is one"""
-    total_timesteps: int | None = None
-    """environment steps to train for (None: no limit)"""
-    max_seconds: float | None = None
-    """training time in seconds, with evaluations, without warm-up (None: 120, or no limit with --total-timesteps)"""
-    run_dir: str = "runs"
-    """folder of all runs"""
     run_name: str | None = None
     """name of this run's folder (None: script, seed and time)"""
+    run_dir: str = "runs"
+    """folder of all runs"""
 
     # Environment
     env_id: Literal["Snake-v0", "SnakeBlocks-v0"] = "Snake-v0"
@@ -83,10 +83,12 @@ class Args:
     # Algorithm
     network: Literal["mlp", "attention"] = "mlp"
     """an MLP over the egocentric view, or a transformer with one token per cell of the board"""
-    hidden_size: int | None = None
-    """width of the network's layers (None: 512 for mlp, 64 for attention)"""
     learning_rate: float | None = None
     """Adam's learning rate (None: 1e-3 * sqrt(batch size / 256))"""
+    batch_size: int | None = None
+    """transitions per update (None: 256 on a CPU, 8192 on CUDA)"""
+    hidden_size: int | None = None
+    """width of the network's layers (None: 512 for mlp, 64 for attention)"""
     anneal_lr: bool = True
     """decay the learning rate exponentially to a tenth over the run"""
     buffer_size: int | None = None
@@ -95,8 +97,6 @@ class Args:
     """discount factor"""
     double: bool = True
     """double DQN: the online network picks the next action, the target network values it"""
-    batch_size: int | None = None
-    """transitions per update (None: 256 on a CPU, 8192 on CUDA)"""
     replay_ratio: float = 2.0
     """samples learned per environment step, which sets how often an update is made"""
     learning_starts: int = 5_000
@@ -131,22 +131,22 @@ class Args:
     """CPU threads (None: all cores, 8 at most; OMP_NUM_THREADS, which torchrun sets to 1, is obeyed)"""
 
     # Input and output
-    log_every: float = 2.0
-    """seconds between log lines"""
-    eval_every: float = 30.0
-    """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
-    eval_episodes: int = 1_000
-    """games of the final evaluation"""
-    checkpoint_every: float = 60.0
-    """seconds between checkpoints (0: only at the end)"""
-    checkpoint_replay: bool = False
-    """save the replay buffer in checkpoints"""
     resume: str | None = None
     """continue a run, with its flags: a checkpoint, a run folder, or "latest" """
     evaluate: str | None = None
     """no training, play --eval-episodes games: with a checkpoint, a run folder, or "latest" """
     render: bool = False
     """with --evaluate: play one game in the terminal"""
+    eval_every: float = 30.0
+    """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
+    eval_episodes: int = 1_000
+    """games of the final evaluation"""
+    log_every: float = 2.0
+    """seconds between log lines"""
+    checkpoint_every: float = 60.0
+    """seconds between checkpoints (0: only at the end)"""
+    checkpoint_replay: bool = False
+    """save the replay buffer in checkpoints"""
     video: bool = True
     """write a GIF of one game after the final evaluation"""
     wandb: bool = False
@@ -182,7 +182,7 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         is_above_0 = value > 0 or (value == 0 and name in MAY_BE_0)
         if not is_above_0 or not value <= highest:  # NaN fails both
             lowest = "0 or more" if name in MAY_BE_0 else "above 0"
-            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
+            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
     scale = args.batch_size / 256  # larger batches make fewer updates, so each goes farther
     if args.learning_rate is None:
         args.learning_rate = 1e-3 * math.sqrt(scale)

@@ -61,20 +61,20 @@ EVAL_SEED = 2**31 - MAX_GAMES  # above the seeds of all training games
 @dataclass
 class Args:
     # Run
+    max_seconds: float | None = None
+    """training time in seconds, with evaluations, without warm-up (None: 120, or no limit with another one)"""
+    total_timesteps: int | None = None
+    """environment transitions to train for (None: no limit)"""
     seed: int = 1
     """seed of weights, games, exploration and sampling, used where SB3 uses it"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses CUDA if there is one, but not for MlpPolicy"""
-    total_timesteps: int | None = None
-    """environment transitions to train for (None: no limit)"""
-    max_seconds: float | None = None
-    """training time in seconds, with evaluations, without warm-up (None: 120, or no limit with another one)"""
+    run_name: str | None = None
+    """name of this run's folder (None: script, seed and time)"""
     episodes: int | None = None
     """games to train for (None: no limit)"""
     run_dir: str = "runs"
     """folder of all runs"""
-    run_name: str | None = None
-    """name of this run's folder (None: script, seed and time)"""
 
     # Environment
     env_id: str = "SnakeOneHot-v0"
@@ -87,10 +87,12 @@ class Args:
     # Algorithm: SB3's names and defaults
     policy: Literal["MlpPolicy", "CnnPolicy", "transformer"] = "MlpPolicy"
     """64-64 MLP, Nature CNN (images), or a two-layer transformer with a token for every cell of the board"""
-    dropout: float = 0.1
-    """dropout rate of the transformer"""
     learning_rate: float = 1e-4
     """Adam's learning rate"""
+    batch_size: int = 32
+    """transitions per update (OPTIMAL_BATCH_SIZE)"""
+    dropout: float = 0.1
+    """dropout rate of the transformer"""
     lr_schedule: Literal["constant", "cosine"] = "constant"
     """cosine falls to --learning-rate-end over the run"""
     learning_rate_end: float = 1e-5
@@ -99,8 +101,6 @@ class Args:
     """transitions in the replay buffer, split over the games"""
     learning_starts: int = 100
     """steps of random play before learning starts"""
-    batch_size: int = 32
-    """transitions per update (OPTIMAL_BATCH_SIZE)"""
     tau: float = 1.0
     """target network update rate; 1 copies"""
     gamma: float = 0.99
@@ -141,26 +141,26 @@ class Args:
     """CPU threads (None: 1 for MlpPolicy with small batches, else all cores, 8 at most)"""
 
     # Input and output
-    log_every: float = 2.0
-    """seconds between log lines"""
-    eval_every: float = 30.0
-    """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
-    eval_episodes: int = 100
-    """games of the final evaluation"""
-    checkpoint_every: float = 60.0
-    """seconds between checkpoints (0: only at the end)"""
-    checkpoint_replay: bool = False
-    """save the replay buffer in checkpoints too"""
     resume: str | None = None
     """continue a run, with its flags: a checkpoint, a run folder, or "latest" """
     evaluate: str | None = None
     """no training, play --eval-episodes games: with a checkpoint, a run folder, or "latest" """
+    render: bool = False
+    """with --evaluate: play one game in the terminal"""
+    eval_every: float = 30.0
+    """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
+    eval_episodes: int = 100
+    """games of the final evaluation"""
+    log_every: float = 2.0
+    """seconds between log lines"""
+    checkpoint_every: float = 60.0
+    """seconds between checkpoints (0: only at the end)"""
+    checkpoint_replay: bool = False
+    """save the replay buffer in checkpoints too"""
     import_sb3: str | None = None
     """continue the training in a zip of Stable-Baselines3's DQN with its hyperparameters, for --total-timesteps more"""
     export_sb3: str | None = None
     """write a zip for stable_baselines3.DQN.load at the end"""
-    render: bool = False
-    """with --evaluate: play one game in the terminal"""
     video: bool = True
     """write a GIF of one game after the final evaluation"""
     wandb: bool = False

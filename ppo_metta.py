@@ -63,39 +63,39 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 @dataclass
 class Args:
     # Run
+    max_seconds: float | None = None
+    """training time in seconds, with evaluations, without warm-up (None: 600, or no limit with --total-timesteps)"""
+    preset: Literal["default", "original", "ultra-fast"] = "default"
+    """defaults of the other flags: ours, or Metta's (navigation with MinGRU): original 64 games, ultra-fast 512"""
+    total_timesteps: int | None = None
+    """agent steps to train for (None: no limit)"""
     seed: int = 1
     """seed of weights, games, exploration and minibatches"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses CUDA if there is one"""
-    total_timesteps: int | None = None
-    """agent steps to train for (None: no limit)"""
-    max_seconds: float | None = None
-    """training time in seconds, with evaluations, without warm-up (None: 600, or no limit with --total-timesteps)"""
-    run_dir: str = "runs"
-    """folder of all runs"""
     run_name: str | None = None
     """name of this run's folder (None: script, seed and time)"""
-    preset: Literal["default", "original", "ultra-fast"] = "default"
-    """defaults of all other flags: ours, or those of Metta's demo and of its "ultra fast" configuration"""
+    run_dir: str = "runs"
+    """folder of all runs"""
 
     # Environment
     env_id: Literal["MettaArena-v0", "MettaNavigation-v0", "mettagrid"] = "MettaArena-v0"
     """arena or navigation of envs/metta/arena.py, or the real MettaGrid"""
+    num_envs: int | None = None
+    """parallel games, over all processes (None: 128 on a CPU, 8192 on CUDA, 32 of the real MettaGrid)"""
+    rewards: Literal["auto", "hearts", "shaped", "work"] = "auto"
+    """what is rewarded: hearts, also the first ore, battery and gear (shaped), or every item put into or taken from
+    mines, generators and altars, whoever gets the heart (work); auto: work in the arena, else shaped"""
     env_config: str | None = None
     """with --env-id mettagrid: package.module:attribute of a MettaGridConfig (None: mines and altars)"""
     easy: bool = True
     """altars, armories and laseries of the arena ask for one item only"""
-    rewards: Literal["auto", "hearts", "shaped", "work"] = "auto"
-    """what is rewarded: hearts, also the first ore, battery and gear (shaped), or every item put into or taken from
-    mines, generators and altars, whoever gets the heart (work); auto: work in the arena, else shaped"""
     instances: int | None = None
     """copies of the arena in a game, 1 to 4 (None: as the env-id has it)"""
     size: int | None = None
     """cells along a side of an instance (None: 25)"""
     agents: int | None = None
     """agents of an instance (None: as the env-id has it)"""
-    num_envs: int | None = None
-    """parallel games, over all processes (None: 128 on a CPU, 8192 on CUDA, 32 of the real MettaGrid)"""
     vec_env: Literal["auto", "device", "subproc"] = "auto"
     """games on the training device, or in worker processes; auto: workers for the real MettaGrid only"""
     num_workers: int | None = None
@@ -104,20 +104,20 @@ class Args:
     """groups of games: workers play one while the policy acts for the next"""
 
     # Algorithm
-    network: Literal["token-bag", "box-cnn", "token-attention"] = "token-bag"
-    """a linear layer over all tokens, two convolutions over a box of them, or attention between them"""
-    rnn: Literal["none", "mingru"] = "none"
-    """memory of an agent"""
-    hidden_size: int = 128
-    """width of the layers and of the memory"""
     learning_rate: float = 3e-3
     """Adam's learning rate"""
+    rnn: Literal["none", "mingru"] = "none"
+    """memory of an agent"""
+    network: Literal["token-bag", "box-cnn", "token-attention"] = "token-bag"
+    """a linear layer over all tokens, two convolutions over a box of them, or attention between them"""
+    hidden_size: int = 128
+    """width of the layers and of the memory"""
+    num_steps: int = 32
+    """steps per agent in a rollout"""
     muon_learning_rate: float | None = None
     """Muon's, for the hidden layer; 0: Adam learns it too (None: 0 in the real MettaGrid, else 0.02)"""
     anneal_lr: bool = True
     """decay the learning rates to zero over the run, as half a cosine"""
-    num_steps: int = 32
-    """steps per agent in a rollout"""
     num_minibatches: int | None = None
     """minibatches per epoch, of whole segments (None: 16, or 32 on CUDA except with the real MettaGrid)"""
     bptt_horizon: int = 32
@@ -172,20 +172,20 @@ class Args:
     """CPU threads (None: all cores that workers and other processes leave, 8 at most)"""
 
     # Input and output
-    log_every: float = 5.0
-    """seconds between log lines"""
-    eval_every: float = 120.0
-    """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
-    eval_episodes: int = 240
-    """episodes of the final evaluation; each agent's counts"""
-    checkpoint_every: float = 120.0
-    """seconds between checkpoints (0: only at the end)"""
     resume: str | None = None
     """continue a run, with its flags: a checkpoint, a run folder, or "latest" """
     evaluate: str | None = None
     """no training, play --eval-episodes episodes: with a checkpoint, a run folder, or "latest" """
     render: bool = False
     """with --evaluate: play one game in the terminal"""
+    eval_every: float = 120.0
+    """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
+    eval_episodes: int = 240
+    """episodes of the final evaluation; each agent's counts"""
+    log_every: float = 5.0
+    """seconds between log lines"""
+    checkpoint_every: float = 120.0
+    """seconds between checkpoints (0: only at the end)"""
     video: bool = True
     """write a GIF of one game after the final evaluation (not of the real MettaGrid)"""
     wandb: bool = False
@@ -275,7 +275,7 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         is_above_0 = value > 0 or (value == 0 and name in MAY_BE_0)
         if not is_above_0 or not value <= highest:  # NaN fails both
             lowest = "0 or more" if name in MAY_BE_0 else "above 0"
-            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
+            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
     if args.num_envs % RANKS:
         fail(f"--num-envs {args.num_envs}: must be a multiple of the {RANKS} processes")
     num_envs = args.num_envs // RANKS

@@ -57,18 +57,18 @@ RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 @dataclass
 class Args:
     # Run
+    max_seconds: float | None = None
+    """training time in seconds, with evaluations, without warm-up (None: 120, or no limit with --total-timesteps)"""
+    total_timesteps: int | None = None
+    """environment steps to train for (None: no limit)"""
     seed: int = 1
     """seed of weights, games, exploration and minibatches"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses CUDA if there is one"""
-    total_timesteps: int | None = None
-    """environment steps to train for (None: no limit)"""
-    max_seconds: float | None = None
-    """training time in seconds, with evaluations, without warm-up (None: 120, or no limit with --total-timesteps)"""
-    run_dir: str = "runs"
-    """folder of all runs"""
     run_name: str | None = None
     """name of this run's folder (None: script, seed and time)"""
+    run_dir: str = "runs"
+    """folder of all runs"""
 
     # Environment
     env_id: Literal["Snake-v0", "SnakeBlocks-v0"] = "Snake-v0"
@@ -79,14 +79,14 @@ class Args:
     """parallel games, over all processes (None: 128 on a CPU, 16384 on CUDA)"""
 
     # Algorithm
-    hidden_size: int = 512
-    """width of the network's layers"""
     learning_rate: float = 5e-4
     """Adam's learning rate"""
-    anneal_lr: bool = True
-    """decay the learning rate exponentially to a hundredth over the run"""
     num_steps: int = 32
     """steps per game in a rollout"""
+    hidden_size: int = 512
+    """width of the network's layers"""
+    anneal_lr: bool = True
+    """decay the learning rate exponentially to a hundredth over the run"""
     num_minibatches: int = 16
     """minibatches per epoch"""
     update_epochs: int = 2
@@ -121,20 +121,20 @@ class Args:
     """CPU threads (None: all cores, 8 at most; OMP_NUM_THREADS, which torchrun sets to 1, is obeyed)"""
 
     # Input and output
-    log_every: float = 2.0
-    """seconds between log lines"""
-    eval_every: float = 30.0
-    """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
-    eval_episodes: int = 1_000
-    """games of the final evaluation"""
-    checkpoint_every: float = 60.0
-    """seconds between checkpoints (0: only at the end)"""
     resume: str | None = None
     """continue a run, with its flags: a checkpoint, a run folder, or "latest" """
     evaluate: str | None = None
     """no training, play --eval-episodes games: with a checkpoint, a run folder, or "latest" """
     render: bool = False
     """with --evaluate: play one game in the terminal"""
+    eval_every: float = 30.0
+    """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
+    eval_episodes: int = 1_000
+    """games of the final evaluation"""
+    log_every: float = 2.0
+    """seconds between log lines"""
+    checkpoint_every: float = 60.0
+    """seconds between checkpoints (0: only at the end)"""
     video: bool = True
     """write a GIF of one game after the final evaluation"""
     wandb: bool = False
@@ -162,7 +162,7 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         is_above_0 = value > 0 or (value == 0 and name in MAY_BE_0)
         if not is_above_0 or not value <= highest:  # NaN fails both
             lowest = "0 or more" if name in MAY_BE_0 else "above 0"
-            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:g}")
+            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
     if args.num_envs % RANKS:
         fail(f"--num-envs {args.num_envs}: must be a multiple of the {RANKS} processes")
     batch_size = args.num_envs // RANKS * args.num_steps
