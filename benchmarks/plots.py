@@ -85,13 +85,18 @@ def draw_time_to(goal: str, device: torch.device) -> None:
 
 
 def draw_learning(device: torch.device) -> None:
+    """Both scripts and Stable-Baselines3 at its defaults."""
     lines = []
-    for one in read_results("learn", device).get("runs", []):
-        if "--max-seconds 600" in one["flags"]:
-            flags = one["flags"].split(" --seed")[0].replace("--max-seconds 600", "").strip()
-            lines.append((f"dqn_snake.py {flags}".strip(), *zip(*one["curve"])))
+    for table, script, seconds in ("ppo-snake-learn", "ppo_snake.py", 120), ("learn", "dqn_snake.py", 600):
+        for one in read_results(table, device).get("runs", []):
+            if f"--max-seconds {seconds} --seed" in one["flags"]:
+                lines.append((script, *zip(*one.get("curve", [(0, 0)]))))
+    for label, curves in read_results("time-to-score", device).get("curves", {}).items():
+        if label in ("SB3's DQN, defaults", "SB3's PPO, defaults"):
+            points = [point for point in curves[0] if point[0] <= 600]
+            lines.append((label, *zip(*points)))
     axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
-    save_plot("learning", device, lines, title="Snake: ten minutes of training, median and range", **axes)
+    save_plot("learning", device, lines, title="Snake: food by training time, median and range", **axes)
 
 
 def save_plot(name: str, device: torch.device, lines: list[Line], **settings: str) -> None:

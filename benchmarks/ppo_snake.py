@@ -36,7 +36,8 @@ def learning_table(settings: list[tuple], options: Options) -> tuple[str, dict]:
     raw = []
     for flags, seeds in settings:
         runs = [harness.run(f"{flags} --seed {seed}", options, "ppo_snake.py") for seed in seeds]
-        raw += runs
+        for one in runs:
+            raw.append(one | {"curve": harness.eval_curve(harness.run_folder(one["run"]))})
         scores = column(runs, "eval_score_mean")
         full = column(runs, "eval_full_boards")
         row = [

@@ -23,14 +23,8 @@ def learn(name: str, folder: Path, flags: str) -> float:
     script = f"my_{name}.py"
     (folder / script).write_text((ROOT / f"{name}_snake.py").read_text())
     subprocess.run(["git", "apply", "-"], input=DIFFS[name], cwd=folder, text=True, check=True)
-    words = [
-        *shlex.split(flags),
-        "--threads=1",
-        "--eval-every=0",
-        "--eval-episodes=100",
-        f"--run-dir={folder / 'runs'}",
-    ]
-    command = [sys.executable, script, *words]
+    flags += f" --threads 1 --eval-every 0 --eval-episodes 100 --run-dir {folder / 'runs'}"
+    command = [sys.executable, script, *shlex.split(flags)]
     done = subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return float(re.search(r"eval_score_mean (\S+)", done.stdout)[1])
