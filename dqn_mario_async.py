@@ -1219,8 +1219,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     seconds = last_log = last_eval = last_checkpoint = seconds_before
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
+    timer.lap()
     while True:
-        timer.lap()  # setup, evaluations and checkpoints do not count
         # 1 act and step: collectors do it meanwhile; without any, this process does
         steps_before = produced()
         broadcast.progress.fill_(progress)
@@ -1324,9 +1324,11 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
                 log(scores)
             seconds, stop = clock()
             last_eval = seconds  # the interval is from the end of one to the start of the next
+            timer.lap()
         if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every:
             last_checkpoint = seconds
             save()
+            timer.lap()
 
     # --- the end: first what must not be lost ---------------------------------------------------------------------
     if learner.updates == first_update:

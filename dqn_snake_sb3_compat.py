@@ -1206,8 +1206,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     writer.add_scalar("perf/warmup_s", time.perf_counter() - start_time, global_step)
     start_time = time.perf_counter()  # the warm-up does not count
     last_log = last_eval = last_checkpoint = seconds_before
+    timer.lap()
     while True:
-        timer.lap()  # setup, evaluations and checkpoints do not count
         # 1 act and step, 2 store
         for _ in range(args.train_freq):
             if global_step < args.learning_starts or np.random.rand() < epsilon:  # all games explore, or none
@@ -1290,9 +1290,11 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         if args.eval_every and seconds >= last_eval + args.eval_every:
             scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
             last_eval = clock()  # the interval is from the end of one to the start of the next
+            timer.lap()
         if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every:
             last_checkpoint = seconds
             save()
+            timer.lap()
 
     # --- the end: first what must not be lost ---------------------------------------------------------------------
     if updates == first_update:

@@ -1,16 +1,52 @@
-"""Tables over all scripts: bf16, a busy machine, and scaling."""
+"""Tables over all scripts: a smoke test of speed, bf16, a busy machine, and scaling."""
 
 import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from benchmarks import harness
 from benchmarks.harness import SPEED_RUN, Options, column, median, ratios
-from benchmarks.report import markdown_table, median_min_max, peak_gib, table
+from benchmarks.report import MIN_ROUNDS, markdown_table, median_min_max, peak_gib, table
+from benchmarks.snake import ceiling
+
+SMOKE_FLAGS = {
+    "ppo_snake.py": "",
+    "dqn_snake.py": "--learning-starts 1000",
+    "dqn_snake_sb3_compat.py": "",
+    "ppo_metta.py": "",
+    "dqn_mario_async.py": "--learning-starts 1000",
+}
+
+
+@table(
+    "smoke",
+    caption="""
+    End-to-end speed of every script in runs of two seconds. With `--compare`, it says whether a script became slower.
+
+    The ratio that is compared is env steps per GFLOP of a large matmul, measured in the same round.
+    """,
+)
+def smoke(options: Options, device: torch.device) -> tuple[str, dict]:
+    calls = {"matmul": partial(harness.in_subprocess, ceiling, device=device.type, seconds=0.5)}
+    for script, flags in SMOKE_FLAGS.items():
+        all_flags = f"{SPEED_RUN} --max-seconds {1 if options.fast else 2} {flags}".strip()
+        calls[script] = partial(harness.run, all_flags, options, script)
+    measured = harness.alternate(replace(options, repeats=MIN_ROUNDS), calls)
+    gflops = [flops / 1e9 for flops, _ in measured["matmul"]]
+    rows = []
+    steps_per_gflop = {}
+    for script in SMOKE_FLAGS:
+        rates = column(measured[script], "env_steps_per_second")
+        steps_per_gflop[script] = ratios(rates, gflops)
+        rows.append([f"`{script}`", median_min_max(rates), median_min_max(steps_per_gflop[script], 1)])
+    text = markdown_table("script | env steps/s | env steps per GFLOP of a matmul", rows)
+    return text, {"runs": measured, "ratios": steps_per_gflop}
+
 
 BF16_COMMANDS = [
     "dqn_snake.py",

@@ -30,6 +30,7 @@ SUITES = {
     "metta": ["metta-env", "metta-hearts", "metta-speed", "metta-peer", "metta-subproc", "metta-presets"],
     "metta-learn": ["metta-learn-arena", "metta-learn-navigation", "metta-learn-real"],
     "mario": ["mario-env", "mario-async", "mario-switches"],
+    "smoke": ["smoke"],
     "bf16": ["bf16"],
     "busy": ["busy"],
     "diagnose": ["diagnose"],

@@ -64,7 +64,7 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
     """Replacements of the benchmark's functions that return the recorded results of a table."""
     if name in ("env", "act", "metta-env"):
         return {"harness.alternate": alternate(found["rates"])}
-    if name in ("train", "bf16", "busy", "switches", "mario-switches"):
+    if name in ("smoke", "train", "bf16", "busy", "switches", "mario-switches"):
         return {"harness.alternate": alternate(found["runs"])}
     if name == "update":
         batches = found["batches"]
