@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import resource
 import runpy
 import sys
 from typing import Any
@@ -32,6 +33,8 @@ def test_any_value_of_any_flag_is_refused_in_one_line_or_starts(script, tries, m
         raise started
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", start)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, limits[1]))  # a million games do not fill the machine's memory
     flags = [field.name for field in dataclasses.fields(script.module.Args) if field.name not in NOT_HERE]
     outcomes = {"refused": 0, "started": 0}
 
@@ -64,5 +67,8 @@ def test_any_value_of_any_flag_is_refused_in_one_line_or_starts(script, tries, m
         finally:
             torch.set_flush_denormal(False)  # hypothesis draws such numbers
 
-    check()
+    try:
+        check()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
     assert outcomes["refused"] > 20 and outcomes["started"] > 5
