@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 # How long an idle thread spins. While another process keeps one of two cores busy, two threads are twice as fast with
-# this. On a quiet machine it costs up to 5 %.
-os.environ.setdefault("GOMP_SPINCOUNT", "300")
+# this. On a quiet machine it costs nothing to a third, by machine (benchmarks/pages/trials.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import numpy as np
 import torch
