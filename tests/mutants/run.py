@@ -40,16 +40,7 @@ def survives(root: Path, file: str, tests: str, old: str, new: str) -> bool:
     assert source.count(old) == 1, f"{file} has {source.count(old)} times: {old}"
     path.write_text(source.replace(old, new))
     target, *names = tests.split("::")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "--all",
-        target,
-        *(["-k", names[0]] if names else []),
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--all", target, *(["-k", names[0]] if names else [])]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900)
     except subprocess.TimeoutExpired:  # a fault that hangs is found too
