@@ -6,7 +6,6 @@
 
 A list is a text file in this folder: mutants separated by lines of `====`, each with a first line
 `file | test file::test or -k expression | what is wrong`, the code as it is, a line `----`, and the code as it is then.
-Run by hand: it is not part of the test suite.
 """
 
 import argparse

@@ -16,6 +16,7 @@ from envs.gym_batch import GymnasiumBatch
 PAGE = (ROOT / "benchmarks/pages/own-game.md").read_text()
 DIFFS = dict(zip(("ppo", "dqn"), re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)))
 COMMANDS = re.findall(r"python my_(\w+)\.py ((?:[^\n]*\\\n)*[^\n]*)", PAGE)
+GAMES = [("ppo", "CartPole-v1", 450), ("dqn", "CartPole-v1", 9), ("ppo", "LunarLander-v3", 200)]
 
 
 def learn(name: str, folder: Path, flags: str) -> float:
@@ -28,9 +29,6 @@ def learn(name: str, folder: Path, flags: str) -> float:
     done = subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return float(re.search(r"eval_score_mean (\S+)", done.stdout)[1])
-
-
-GAMES = [("ppo", "CartPole-v1", 450), ("dqn", "CartPole-v1", 9), ("ppo", "LunarLander-v3", 200)]
 
 
 @pytest.mark.slow
