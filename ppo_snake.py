@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
 # How long an idle thread spins. While another process keeps one of two cores busy, two threads make 3,800 env steps/s
-# with this and 2,100 without. On a quiet machine it costs nothing to 15 %, by machine (benchmarks/pages/trials.md).
+# with this and 2,100 without. On a quiet machine it costs nothing to 18 %, by machine (benchmarks/pages/trials.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import torch
