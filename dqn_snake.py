@@ -28,9 +28,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-# How long an idle thread spins. While another process keeps one of two cores busy, two threads make 2,600 env steps/s
-# with this and 1,600 without. On a quiet machine it costs nothing to 14 %, by machine (benchmarks/pages/trials.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# How long an idle thread spins. While another process keeps one of two cores busy, two threads are 1.4 times as fast
+# with this. On a quiet machine it costs nothing to 7 %, by machine (benchmarks/pages/trials.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 import torch
 import torch.distributed as dist

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 # How long an idle thread spins. While another process keeps one of two cores busy, two threads are faster with this.
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 import gymnasium as gym
 import numpy as np

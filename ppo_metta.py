@@ -28,9 +28,9 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-# How long an idle thread spins. While another process keeps one of two cores busy, two threads are twice as fast with
-# this. On a quiet machine it costs nothing to a third, by machine (benchmarks/pages/trials.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# How long an idle thread spins. While another process keeps one of two cores busy, two threads are 1.4 times as fast
+# with this. On a quiet machine it costs nothing to 16 %, by machine (benchmarks/pages/trials.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 import numpy as np
 import torch

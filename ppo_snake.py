@@ -27,9 +27,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-# How long an idle thread spins. While another process keeps one of two cores busy, two threads make 3,800 env steps/s
-# with this and 2,100 without. On a quiet machine it costs nothing to 18 %, by machine (benchmarks/pages/trials.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# How long an idle thread spins. While another process keeps one of two cores busy, two threads make 2,900 env steps/s
+# with this and 2,300 without; on a quiet machine 7,200 and 7,700 (benchmarks/pages/trials.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 import torch
 import torch.distributed as dist
