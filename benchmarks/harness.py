@@ -45,6 +45,7 @@ SUITES = {
     "time-to-score-ppo": ["time-to-score-ppo"],
     "time-to-hearts": ["time-to-hearts"],
     "time-to-distance": ["time-to-distance"],
+    "time-to-points": ["time-to-points"],
 }
 SUITES["all"] = [name for names in SUITES.values() for name in names]
 SUITES["gpu"] = ["gpu"]

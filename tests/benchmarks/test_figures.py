@@ -42,6 +42,7 @@ def snake_figures(runs: list[dict]) -> list[str]:
 def figures() -> list[str]:
     phrases = snake_figures(results("ppo-snake-learn")["runs"] + results("ppo-snake-learn-600")["runs"])
     phrases += snake_figures(results("learn")["runs"])
+    phrases.append(f"{score(results('ppo-snake-learn-slow')['runs'][3:])} on a machine half as fast")
     peers = results("time-to-score")
     sb3 = [peers["curves"][f"SB3's {who}, defaults"] for who in ("DQN", "PPO")]
     assert max(value for seeds in sb3 for curve in seeds for _, value in curve) < 5
@@ -61,8 +62,8 @@ def figures() -> list[str]:
     on_ours = speed(arena["SB3's PPO, our batched arena"])
     peer = f"Stable-Baselines3's PPO {peer} with the game in Python, {on_ours} with ours |"
     phrases.append(f"{speed(arena['ours'])} agent steps/s; {peer}")
-    one, two = (statistics.median(ratios) for ratios in results("mario-async")["ratios"].values())
-    phrases.append(f"{one:.2f} times one thread in turn, {two:.2f} times two")
+    one, two = (f"{statistics.median(ratios):.2f}" for ratios in results("mario-async")["ratios"].values())
+    phrases.append(f"{one} times one thread in turn, {two} times two")
     assert {one["eval_flags"] for one in results("mario-learn")["runs"]} == {1.0}
     flags = [100 * one["eval_flags"] for one in results("mario-real")["runs"]]
     phrases.append(f"the real 1-1 in {low_to_high(flags)} %")

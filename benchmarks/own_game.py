@@ -1,0 +1,61 @@
+"""Copies of the scripts that play CartPole, as benchmarks/pages/own-game.md makes them, and Stable-Baselines3's PPO."""
+
+import re
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import ROOT
+from benchmarks.sb3_peers import learning_curve
+from envs.gym_batch import GymnasiumBatch
+
+PAGE = (ROOT / "benchmarks/pages/own-game.md").read_text()
+DIFFS = dict(zip(("ppo", "dqn"), re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)))
+
+
+def copied_script(name: str) -> str:
+    """Path of my_`name`.py, in a new folder."""
+    folder = tempfile.mkdtemp(prefix="own-game-")
+    script = Path(folder, f"my_{name}.py")
+    script.write_text((ROOT / f"{name}_snake.py").read_text())
+    subprocess.run(["git", "apply", "-"], input=DIFFS[name], cwd=folder, text=True, check=True)
+    return str(script)
+
+
+def page_flags(name: str) -> str:
+    """Flags of the page's first command of my_`name`.py."""
+    flags = re.search(rf"python my_{name}\.py ((?:[^\n]*\\\n)*[^\n]*)", PAGE)[1]
+    return " ".join(shlex.split(flags.replace("\\\n", " ")))
+
+
+def mean_points(model) -> float:
+    """Of 100 greedy games of an SB3 agent."""
+    games = GymnasiumBatch("CartPole-v1", 100, seed=10_000)
+    obs = games.reset()
+    score = torch.zeros(100)
+    playing = torch.ones(100, dtype=torch.bool)
+    while playing.any():
+        action, _ = model.predict(obs.numpy(), deterministic=True)
+        obs, _, terminated, truncated, info = games.step(torch.as_tensor(action))
+        first_end = playing & (terminated | truncated)
+        score[first_end] = info["score"][first_end]
+        playing &= ~first_end
+    return score.mean().item()
+
+
+def sb3_cartpole_curve(name: str, seed: int, seconds: float, every: float, goal: float) -> list:
+    """[seconds, points] of every evaluation of SB3's PPO with the hyperparameters of the page."""
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+
+    torch.set_num_threads(1)
+
+    def make_model() -> PPO:
+        games = make_vec_env("CartPole-v1", 8, seed=seed)
+        flags = {"n_steps": 32, "batch_size": 256, "n_epochs": 20, "learning_rate": 1e-3, "gamma": 0.98}
+        return PPO("MlpPolicy", games, gae_lambda=0.8, ent_coef=0, seed=seed, device="cpu", **flags)
+
+    return learning_curve(make_model, mean_points, seconds, every, goal)
