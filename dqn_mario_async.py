@@ -210,6 +210,8 @@ HIGHEST = dict.fromkeys(AT_MOST_1, 1) | {
     "threads": 256,
     "eval_episodes": 100_000,
     "stack": 64,
+    "channels": 10_000,
+    "hidden_size": 1_000_000,
 }
 
 

@@ -156,7 +156,12 @@ class Args:
 NOT_RESUMED = ["run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"]
 FRACTIONS = ["gamma", "start_e", "end_e", "exploration_fraction"]
 MAY_BE_0 = ["seed", "learning_starts", "eval_every", "checkpoint_every", *FRACTIONS]
-HIGHEST = dict.fromkeys(["tau", *FRACTIONS], 1) | {"seed": EVAL_SEED - 1, "threads": 256, "eval_episodes": 100_000}
+HIGHEST = dict.fromkeys(["tau", *FRACTIONS], 1) | {
+    "seed": EVAL_SEED - 1,
+    "threads": 256,
+    "eval_episodes": 100_000,
+    "hidden_size": 1_000_000,
+}
 
 
 def fill_defaults(args: Args, device: torch.device) -> Args:
@@ -179,9 +184,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         if type(value) not in (int, float):
             continue
         highest = HIGHEST.get(name, sys.maxsize)
-        is_above_0 = value > 0 or (value == 0 and name in MAY_BE_0)
-        if not is_above_0 or not value <= highest:  # NaN fails both
-            lowest = "0 or more" if name in MAY_BE_0 else "above 0"
+        lowest = "0 or more" if name in MAY_BE_0 else "above 0"
+        if not 0 <= value <= highest or (value == 0 and name not in MAY_BE_0):  # NaN fails, too
             fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
     scale = args.batch_size / 256  # larger batches make fewer updates, so each goes farther
     if args.learning_rate is None:
@@ -1016,7 +1020,7 @@ def run_script() -> None:
         os._exit(141)
     except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            fail("out of memory: a smaller --batch-size, --buffer-size, --num-envs or --eval-episodes works")
+            fail("out of memory: a smaller --batch-size, --buffer-size, --num-envs or --hidden-size works")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"--compile: failed ({error}); --no-compile works")
         if isinstance(error, OSError) or RANKS > 1:  # in a torchrun job another process may have ended

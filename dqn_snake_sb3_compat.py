@@ -215,9 +215,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         if type(value) not in (int, float) or (name == "gradient_steps" and value == -1):
             continue
         highest = HIGHEST.get(name, sys.maxsize)
-        is_above_0 = value > 0 or (value == 0 and name in MAY_BE_0)
-        if not is_above_0 or not value <= highest:  # NaN fails both
-            lowest = "0 or more" if name in MAY_BE_0 else "above 0"
+        lowest = "0 or more" if name in MAY_BE_0 else "above 0"
+        if not 0 <= value <= highest or (value == 0 and name not in MAY_BE_0):  # NaN fails, too
             fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("torchrun: Stable-Baselines3's DQN has one process; --nproc-per-node 1 works")

@@ -143,7 +143,14 @@ class Args:
 
 NOT_RESUMED = ["run_dir", "run_name", "resume", "evaluate", "render", "video", "wandb"]
 MAY_BE_0 = ["seed", "eval_every", "checkpoint_every", "ent_coef", "vf_coef", "gamma", "gae_lambda"]
-HIGHEST = {"gamma": 1, "gae_lambda": 1, "seed": EVAL_SEED - 1, "threads": 256, "eval_episodes": 100_000}
+HIGHEST = {
+    "gamma": 1,
+    "gae_lambda": 1,
+    "seed": EVAL_SEED - 1,
+    "threads": 256,
+    "eval_episodes": 100_000,
+    "hidden_size": 1_000_000,
+}
 
 
 def fill_defaults(args: Args, device: torch.device) -> Args:
@@ -159,9 +166,8 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         if type(value) not in (int, float):
             continue
         highest = HIGHEST.get(name, sys.maxsize)
-        is_above_0 = value > 0 or (value == 0 and name in MAY_BE_0)
-        if not is_above_0 or not value <= highest:  # NaN fails both
-            lowest = "0 or more" if name in MAY_BE_0 else "above 0"
+        lowest = "0 or more" if name in MAY_BE_0 else "above 0"
+        if not 0 <= value <= highest or (value == 0 and name not in MAY_BE_0):  # NaN fails, too
             fail(f"--{name.replace('_', '-')} {value}: must be {lowest} and at most {highest:,}")
     if args.num_envs % RANKS:
         fail(f"--num-envs {args.num_envs}: must be a multiple of the {RANKS} processes")
@@ -898,7 +904,7 @@ def run_script() -> None:
         os._exit(141)
     except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            fail("out of memory: a smaller --num-envs, --num-steps or --eval-episodes works")
+            fail("out of memory: a smaller --num-envs, --num-steps, --hidden-size or --eval-episodes works")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"--compile: failed ({error}); --no-compile works")
         if isinstance(error, OSError) or RANKS > 1:  # in a torchrun job another process may have ended

@@ -56,12 +56,12 @@ BAD_OF = {
     "dqn_snake": """
 num_envs=0 batch_size=0 buffer_size=0 hidden_size=0 replay_ratio=0 tau=0 num_envs=-1 learning_starts=-1 tau=1.5
 start_e=1.5 exploration_fraction=1.5 replay_ratio=inf board=3x3 board=65x10 board=10 board=axb board=10x-10
-num_envs=2001
+num_envs=2001 hidden_size=1000001
 """,
     "ppo_snake": """
 num_envs=0 hidden_size=0 num_steps=0 num_minibatches=0 update_epochs=0 clip_coef=0 num_envs=-1 gae_lambda=-1 ent_coef=-1
 vf_coef=-1 gae_lambda=1.5 ent_coef=inf num_minibatches=7 num_minibatches=240 num_minibatches=120 board=3x3 board=axb
-board=6x6x6 board=65x10
+board=6x6x6 board=65x10 hidden_size=1000001
 """,
     "dqn_snake_sb3_compat": """
 num_envs=0 batch_size=0 buffer_size=0 train_freq=0 gradient_steps=0 tau=0 learning_starts=-1 gradient_steps=-2
@@ -71,12 +71,12 @@ env_id=Nothing-v0 policy=CnnPolicy policy=transformer import_sb3= export_sb3= ex
     "ppo_metta": """
 num_envs=0 num_steps=0 num_minibatches=0 hidden_size=0 bptt_horizon=0 async_factor=0
 num_envs=-1 num_workers=-1 gae_lambda=1.5 prio_alpha=1.5 prio_beta0=1.5 ent_coef=inf num_steps=104 bptt_horizon=5
-num_minibatches=5 size=5 instances=5 agents=900 env_config=
+num_minibatches=5 size=5 instances=5 agents=900 env_config= hidden_size=1000001
 """,
     "dqn_mario_async": """
 envs_per_collector=0 batch_size=0 accumulate=0 buffer_size=0 n_step=0 ring_blocks=0 channels=0 hidden_size=0 stack=0
 skip=0 replay_ratio=0 tau=0 num_collectors=-1 learning_starts=-1 tau=1.5 start_e=1.5 exploration_fraction=1.5 alpha=1.5
-beta=1.5 replay_ratio=inf difficulty=99 size=24 size=50 stack=300
+beta=1.5 replay_ratio=inf difficulty=99 size=24 size=50 stack=300 channels=10001 hidden_size=1000001
 """,
 }
 ALL_BAD = [
@@ -123,8 +123,7 @@ def test_a_run_folder_belongs_to_one_run(script, trained, monkeypatch, capsys) -
 
 @ONE_FAST
 def test_out_of_memory_is_one_line(script, monkeypatch, capsys) -> None:
-    errors = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")]
-    for error in errors:
+    for error in [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")]:
 
         def fail(*arguments, error=error) -> None:
             raise error
@@ -132,8 +131,8 @@ def test_out_of_memory_is_one_line(script, monkeypatch, capsys) -> None:
         monkeypatch.setattr(torch, "manual_seed", fail)
         assert "out of memory: a smaller --" in one_line(script, capsys, *script.words())
     monkeypatch.undo()
-    huge = {"ppo_metta": {"hidden_size": 2**20}, "dqn_mario_async": {"hidden_size": 2**32}}
-    words = script.words(**huge.get(script.name, {"buffer_size" if script.has_replay else "num_envs": 10**13}))
+    huge = {"ppo_snake": {"num_envs": 10**13}, "ppo_metta": {"hidden_size": 10**6}}
+    words = script.words(**huge.get(script.name, {"buffer_size": 10**13}))
     assert "out of memory: a smaller --" in one_line(script, capsys, *words)  # the allocator's own error
 
 
