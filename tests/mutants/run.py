@@ -1,6 +1,6 @@
 """Break the code on purpose, one place at a time, and see that a test fails each time.
 
-    python tests/mutants/run.py               # all lists, some minutes a script
+    python tests/mutants/run.py               # all lists, half an hour
     python tests/mutants/run.py dqn_snake     # one list
     python tests/mutants/run.py dqn_snake -k epsilon
 
@@ -9,12 +9,16 @@ A list is a text file in this folder: mutants separated by lines of `====`, each
 """
 
 import argparse
+import multiprocessing
+import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -32,6 +36,16 @@ def read(name: str) -> list[tuple[str, str, str, str, str]]:
     return mutants
 
 
+def run_tests(root: Path, words: list[str]) -> None:
+    """In a process of its own."""
+    os.setsid()
+    os.chdir(root)
+    os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    sys.dont_write_bytecode = True  # Python would not see a change within a second
+    sys.path.insert(0, str(root))
+    os._exit(pytest.main(words))
+
+
 def survives(root: Path, file: str, tests: str, old: str, new: str) -> bool:
     """Whether the tests pass with `old` replaced by `new`."""
     path = root / file
@@ -39,15 +53,16 @@ def survives(root: Path, file: str, tests: str, old: str, new: str) -> bool:
     assert source.count(old) == 1, f"{file} has {source.count(old)} times: {old}"
     path.write_text(source.replace(old, new))
     target, *names = tests.split("::")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--all", target, *(["-k", names[0]] if names else [])]
-    try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900)
-    except subprocess.TimeoutExpired:  # a fault that hangs is found too
+    words = ["-q", "-x", "--all", target, *(["-k", names[0]] if names else [])]
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(root, words))
+    process.start()
+    process.join(900)
+    path.write_text(source)
+    if process.is_alive():  # a fault that hangs is found too
+        os.killpg(process.pid, signal.SIGKILL)
         return False
-    finally:
-        path.write_text(source)
-    assert done.returncode not in (2, 3, 4, 5), done.stdout + done.stderr  # pytest never ran; a crash is below 0
-    return done.returncode == 0
+    assert process.exitcode not in (2, 3, 4, 5), (root / "output.txt").read_text()  # no test ran; a crash is below 0
+    return process.exitcode == 0
 
 
 def main() -> None:
@@ -55,6 +70,9 @@ def main() -> None:
     parser.add_argument("lists", nargs="*", default=sorted(path.stem for path in HERE.glob("*.txt")))
     parser.add_argument("-k", default="", help="only mutants with this in their title")
     options = parser.parse_args()
+    import stable_baselines3  # noqa: F401  (with PyTorch: each mutant's process is a copy of this one)
+    import torch.utils.tensorboard  # noqa: F401
+
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "copy"
