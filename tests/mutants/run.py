@@ -41,6 +41,7 @@ def run_tests(root: Path, words: list[str]) -> None:
     os.setsid()
     os.chdir(root)
     os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(1, 2)
     sys.dont_write_bytecode = True  # Python would not see a change within a second
     sys.path.insert(0, str(root))
     os._exit(pytest.main(words))

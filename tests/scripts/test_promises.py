@@ -627,7 +627,12 @@ def test_a_resumed_run_keeps_what_tensorboard_had(script, trained) -> None:
 def test_evaluate_and_render_play_the_checkpoint(script, trained, monkeypatch, capsys) -> None:
     summary = json.loads((trained / "summary.json").read_text())
     words = ["--evaluate", trained, "--run-dir", script.folder]
+    played = []
+    evaluate = script.module.evaluate
+    monkeypatch.setattr(script.module, "evaluate", lambda agent, *more: played.append(agent) or evaluate(agent, *more))
     scores = script.cli(*words, "--no-video")
+    for name, weight in network_of(load(trained)).items():
+        assert torch.equal(weight, played[0].state_dict()[name])
     assert scores == {name: value for name, value in summary.items() if name.startswith("eval_")}
     assert not (trained / "videos").exists()
     monkeypatch.setattr("envs.playing.MAX_GIF_FRAMES", 5)
