@@ -220,6 +220,7 @@ script.make_envs = keep
 def test_control_c_during_the_evaluation_of_one_rank_ends_all(tmp_path, name) -> None:
     slow_evaluation = """
 def evaluate(*given):
+    assert script.RANK == 0
     print("evaluates", flush=True)
     time.sleep(2)
     return {}
