@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,13 +26,13 @@ def copied_script(name: str) -> str:
     return str(script)
 
 
-def page_flags(name: str) -> str:
-    """Flags of the page's first command of my_`name`.py."""
-    flags = re.search(rf"python my_{name}\.py ((?:[^\n]*\\\n)*[^\n]*)", PAGE)[1]
+def page_flags(name: str, env_id: str = "CartPole-v1") -> str:
+    """Flags of the page's command of my_`name`.py for that game."""
+    flags = re.search(rf"python my_{name}\.py (--env-id {env_id} (?:[^\n]*\\\n)*[^\n]*)", PAGE)[1]
     return " ".join(shlex.split(flags.replace("\\\n", " ")))
 
 
-def mean_points(model) -> float:
+def mean_points(model: Any) -> float:
     """Of 100 greedy games of an SB3 agent."""
     games = GymnasiumBatch("CartPole-v1", 100, seed=10_000)
     obs = games.reset()

@@ -190,8 +190,8 @@ BROKEN = {  # code of ppo_snake.py, what replaces it, and why that is refused: N
         None,
     ),
     "a tensor with new memory": ("advantages.copy_(gae(", "advantages.data = (gae(", None),
-    "mask in the loop": ("values[step] = value", "value[terminated] = 0", "a mask as an index"),
-    "number by index": ("values[step] = value", "values[step] = 0.0", "a number from the host"),
+    "mask in the loop": ("values[step] = value", "values[step] = value[~terminated].mean()", "a mask as an index"),
+    "number by index": ("values[step] = value", "values[step] = torch.tensor(0.0)", "a number from the host"),
     "branch on a tensor": (
         "nn.utils.clip_grad_norm_(weights",
         "loss > 0 and nn.utils.clip_grad_norm_(weights",

@@ -42,5 +42,7 @@ def results(name: str) -> dict[str, Any]:
 
 def parse(script: str, flags: str) -> Any:
     """Arguments of a script; exits if it refuses the flags."""
-    module = importlib.import_module(script.removesuffix(".py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend((PROJECT / script).parent)
+        module = importlib.import_module(Path(script).stem)
     return tyro.cli(module.Args, args=flags.split())

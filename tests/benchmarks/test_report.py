@@ -104,7 +104,7 @@ def test_a_table_replaces_its_own_section_and_results(tmp_path, measures) -> Non
     single = json.loads((tmp_path / "benchmarks" / "results" / "train.json").read_text())
     assert json.loads((tmp_path / "all.json").read_text()) == [single]
     assert single["command"] == "python benchmark.py --suite train --repeats 3"
-    assert single["ratios"] == {"peer": [1.0]} and single["versions"]["torch"] == torch.__version__
+    assert single["ratios"] == {"peer": [1.0]} and single["versions"]["torch"] in torch.__version__
     section = r"<!-- train cpu -->\n(.*?)\n<!-- end -->"
     after = page_of("train")
     assert "the table" in re.search(section, after, re.DOTALL)[1]

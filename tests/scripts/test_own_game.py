@@ -1,34 +1,18 @@
 """The diffs of benchmarks/pages/own-game.md, applied to copies of the scripts: they learn another game."""
 
 import re
-import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from small_runs import ROOT
 
+from benchmarks.own_game import DIFFS, copied_script, page_flags
 from envs.gym_batch import GymnasiumBatch
 
-PAGE = (ROOT / "benchmarks/pages/own-game.md").read_text()
-DIFFS = dict(zip(("ppo", "dqn"), re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)))
-COMMANDS = re.findall(r"python my_(\w+)\.py ((?:[^\n]*\\\n)*[^\n]*)", PAGE)
 GAMES = [("ppo", "CartPole-v1", 450), ("dqn", "CartPole-v1", 9), ("ppo", "LunarLander-v3", 200)]
-
-
-def learn(name: str, folder: Path, flags: str) -> float:
-    """Mean return of a copied script after the flags of the page and more."""
-    script = f"my_{name}.py"
-    (folder / script).write_text((ROOT / f"{name}_snake.py").read_text())
-    subprocess.run(["git", "apply", "-"], input=DIFFS[name], cwd=folder, text=True, check=True)
-    flags += f" --threads 1 --eval-every 0 --eval-episodes 100 --run-dir {folder / 'runs'}"
-    command = [sys.executable, script, *shlex.split(flags)]
-    done = subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    return float(re.search(r"eval_score_mean (\S+)", done.stdout)[1])
 
 
 @pytest.mark.slow
@@ -38,8 +22,11 @@ def test_a_copy_with_the_diff_of_the_page_learns(tmp_path, name, env_id, score) 
     if env_id == "LunarLander-v3":
         pytest.importorskip("Box2D")
     assert sum(line[0] == "+" for line in DIFFS[name].splitlines()) <= 41  # with the line of the file's name
-    flags = next(flags for script, flags in COMMANDS if script == name and env_id in flags)
-    assert learn(name, tmp_path, flags.replace("\\\n", " ")) >= score
+    flags = f"{page_flags(name, env_id)} --threads 1 --eval-every 0 --eval-episodes 100"
+    command = [sys.executable, copied_script(name), *flags.split()]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert float(re.search(r"eval_score_mean (\S+)", done.stdout)[1]) >= score
 
 
 def test_gymnasium_games_in_a_batch_follow_the_single_game() -> None:
