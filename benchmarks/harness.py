@@ -40,6 +40,7 @@ SUITES = {
     "scaling": ["scaling"],
     "learn": ["learn"],
     "ppo-snake": ["ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6", "ppo-snake-20x20", "ppo-snake-speed"],
+    "snake-recipes": ["snake-recipe", "snake-peer", "snake-peer-600", "snake-peer-steps"],
     "ranks": ["ranks"],
     "time-to-score": ["time-to-score"],
     "time-to-score-ppo": ["time-to-score-ppo"],
@@ -145,7 +146,7 @@ def run(flags: str, options: Options, script: str = "dqn_snake.py", ranks: int =
     command = [sys.executable, str(PEAK_MEMORY), *launcher, script]
     command += ["--device", options.device, "--no-video", "--run-name", name]
     command += shlex.split(flags)
-    environment = os.environ | PLAIN_SETTINGS
+    environment = os.environ | PLAIN_SETTINGS | {"PYTHONPATH": str(ROOT)}  # copies of scripts import envs
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     refused = done.returncode == 2 and re.search("out of memory|allocate memory|would take .* GiB", done.stderr)
     killed = done.returncode in (-9, 137)  # by the kernel, out of memory

@@ -3,7 +3,6 @@
 import re
 import shlex
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from benchmarks.sb3_peers import learning_curve
 from envs.gym_batch import GymnasiumBatch
 
 PAGE = (ROOT / "benchmarks/pages/own-game.md").read_text()
-DIFFS = dict(zip(("ppo", "dqn"), re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)))
+DIFFS = {name: ROOT / f"benchmarks/pages/my_{name}.diff" for name in ("ppo", "dqn")}
 
 
-def copied_script(name: str) -> str:
-    """Path of my_`name`.py, in a new folder."""
-    folder = tempfile.mkdtemp(prefix="own-game-")
+def copied_script(name: str, folder: str | Path) -> str:
+    """Path of my_`name`.py in `folder`."""
     script = Path(folder, f"my_{name}.py")
     script.write_text((ROOT / f"{name}_snake.py").read_text())
-    subprocess.run(["git", "apply", "-"], input=DIFFS[name], cwd=folder, text=True, check=True)
+    subprocess.run(["git", "apply", DIFFS[name]], cwd=folder, check=True)
     return str(script)
 
 

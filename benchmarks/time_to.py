@@ -1,13 +1,13 @@
 """Tables of training time to a score, ours and Stable-Baselines3, in all three games and in CartPole."""
 
-import os
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 
 import torch
 
 from benchmarks import harness, sb3_peers
-from benchmarks.harness import ROOT, Options
+from benchmarks.harness import Options
 from benchmarks.own_game import copied_script, page_flags, sb3_cartpole_curve
 from benchmarks.report import markdown_table, median_min_max, table
 from benchmarks.sb3_peers import MARIO_AGENTS, SNAKE_AGENTS, sb3_arena_curve, sb3_curve, sb3_mario_curve
@@ -224,25 +224,21 @@ def time_to_distance(options: Options, device: torch.device) -> tuple[str, dict]
     Training time in seconds until an evaluation (20 greedy games, every second) reaches a score in CartPole.
 
     Ours are the copies of the scripts that [your own game](own-game.md) makes, with its flags; SB3's PPO has the same
-    hyperparameters and a constant learning rate, for up to two minutes. One thread each. Evaluations do not count.
+    hyperparameters, for up to two minutes. One thread each. Evaluations do not count.
     """,
 )
 def time_to_points(options: Options, device: torch.device) -> tuple[str, dict]:
     goals = (200, 450)
+    scripts = {"ppo_snake.py": "ppo", "dqn_snake.py": "dqn"}
     peer = "SB3's PPO"
-    os.environ["PYTHONPATH"] = str(ROOT)  # the copies import envs
     flags = "--threads 1 --eval-every 1 --log-every 0.1 --eval-episodes 200 --checkpoint-every 0"
-    variants = {
-        "ppo_snake.py": ("ppo", ""),
-        "ppo_snake.py, constant learning rate": ("ppo", "--no-anneal-lr"),
-        "dqn_snake.py": ("dqn", ""),
-    }
     limits = {"seconds": 10 if options.fast else 120, "every": 1, "goal": goals[-1]}
-    curves = {name: [] for name in [*variants, peer]}
+    curves = {name: [] for name in [*scripts, peer]}
     for seed in options.seeds:
-        for name, (script, more) in variants.items():
-            words = f"{page_flags(script)} {flags} {more} --seed {seed}"
-            one = harness.run(words, options, copied_script(script))
+        for name, script in scripts.items():
+            with tempfile.TemporaryDirectory() as folder:
+                words = f"{page_flags(script)} {flags} --seed {seed}"
+                one = harness.run(words, options, copied_script(script, folder))
             curves[name].append(harness.eval_curve(harness.run_folder(one["run"])))
         curves[peer].append(harness.in_subprocess(sb3_cartpole_curve, one_core=True, name=peer, seed=seed, **limits))
     ends = {name: runs[0][-1][0] for name, runs in curves.items()}

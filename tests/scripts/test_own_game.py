@@ -1,4 +1,4 @@
-"""The diffs of benchmarks/pages/own-game.md, applied to copies of the scripts: they learn another game."""
+"""benchmarks/pages/my_*.diff, applied to copies of the scripts: they learn another game."""
 
 import re
 import subprocess
@@ -12,21 +12,21 @@ from small_runs import ROOT
 from benchmarks.own_game import DIFFS, copied_script, page_flags
 from envs.gym_batch import GymnasiumBatch
 
-GAMES = [("ppo", "CartPole-v1", 450), ("dqn", "CartPole-v1", 9), ("ppo", "LunarLander-v3", 200)]
+GAMES = [("ppo", "CartPole-v1", 450), ("dqn", "CartPole-v1", 450), ("ppo", "LunarLander-v3", 200)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, env_id, score", GAMES)
 def test_a_copy_with_the_diff_of_the_page_learns(tmp_path, name, env_id, score) -> None:
-    """DQN is not reliable on CartPole: 142, 397 and 500 by seed, so only its run is checked."""
+    """An evaluation of the run reaches the score; the last policy of the short DQN run may be worse."""
     if env_id == "LunarLander-v3":
         pytest.importorskip("Box2D")
-    assert sum(line[0] == "+" for line in DIFFS[name].splitlines()) <= 41  # with the line of the file's name
-    flags = f"{page_flags(name, env_id)} --threads 1 --eval-every 0 --eval-episodes 100"
-    command = [sys.executable, copied_script(name), *flags.split()]
+    assert DIFFS[name].read_text().count("\n+") <= 41  # with the line of the file's name
+    flags = f"{page_flags(name, env_id)} --threads 1 --eval-every 1 --log-every 1 --eval-episodes 200"
+    command = [sys.executable, copied_script(name, tmp_path), *flags.split()]
     done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    assert float(re.search(r"eval_score_mean (\S+)", done.stdout)[1]) >= score
+    assert max(map(float, re.findall(r"(?:greedy|eval_score_mean) +([-\d.]+)", done.stdout))) >= score
 
 
 def test_gymnasium_games_in_a_batch_follow_the_single_game() -> None:
