@@ -212,6 +212,8 @@ HIGHEST = dict.fromkeys(AT_MOST_1, 1) | {
     "stack": 64,
     "channels": 10_000,
     "hidden_size": 1_000_000,
+    "skip": 1_000,
+    "noop_max": 10_000,
 }
 
 

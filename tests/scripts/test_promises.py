@@ -77,7 +77,8 @@ num_minibatches=5 size=5 instances=5 agents=900 env_config= hidden_size=1000001
     "dqn_mario_async": """
 envs_per_collector=0 batch_size=0 accumulate=0 buffer_size=0 n_step=0 ring_blocks=0 channels=0 hidden_size=0 stack=0
 skip=0 replay_ratio=0 tau=0 num_collectors=-1 learning_starts=-1 tau=1.5 start_e=1.5 exploration_fraction=1.5 alpha=1.5
-beta=1.5 replay_ratio=inf difficulty=99 size=24 size=50 stack=300 channels=10001 hidden_size=1000001
+beta=1.5 replay_ratio=inf difficulty=99 size=24 size=50 stack=300 channels=10001 hidden_size=1000001 skip=1001
+noop_max=10001
 """,
 }
 ALL_BAD = [
