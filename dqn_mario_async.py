@@ -17,6 +17,7 @@ to bottom.
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -210,8 +211,6 @@ HIGHEST = dict.fromkeys(AT_MOST_1, 1) | {
     "threads": 256,
     "eval_episodes": 100_000,
     "stack": 64,
-    "channels": 10_000,
-    "hidden_size": 1_000_000,
     "skip": 1_000,
     "noop_max": 10_000,
 }
@@ -1383,7 +1382,7 @@ def run_script() -> None:
     except BrokenPipeError:  # the reader is gone (`| head`)
         os._exit(141)
     except (OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        if re.search("MemoryError|allocate memory|size calculation overflowed", repr(error)):
             fail("out of memory: a smaller --batch-size, --buffer-size, --hidden-size or --size works")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"--compile: failed ({error}); --no-compile works")

@@ -15,6 +15,7 @@ it from top to bottom.
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -160,7 +161,6 @@ HIGHEST = dict.fromkeys(["tau", *FRACTIONS], 1) | {
     "seed": EVAL_SEED - 1,
     "threads": 256,
     "eval_episodes": 100_000,
-    "hidden_size": 1_000_000,
 }
 
 
@@ -1019,7 +1019,7 @@ def run_script() -> None:
     except BrokenPipeError:  # the reader is gone (`| head`)
         os._exit(141)
     except (OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        if re.search("MemoryError|allocate memory|size calculation overflowed", repr(error)):
             fail("out of memory: a smaller --batch-size, --buffer-size, --num-envs or --hidden-size works")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"--compile: failed ({error}); --no-compile works")

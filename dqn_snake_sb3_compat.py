@@ -22,6 +22,7 @@ import math
 import os
 import pickle
 import pickletools
+import re
 import shlex
 import signal
 import sys
@@ -1348,8 +1349,8 @@ if __name__ == "__main__":
         sys.exit(130)
     except BrokenPipeError:  # the reader is gone (`| head`)
         os._exit(141)
-    except (OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+    except (OSError, MemoryError, RuntimeError, ValueError) as error:
+        if re.search("MemoryError|allocate memory|size calculation overflowed|array is too big", repr(error)):
             fail("out of memory: a smaller --batch-size, --buffer-size, --num-envs or --eval-episodes works")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"--compile: failed ({error}); --no-compile works")

@@ -14,6 +14,7 @@ How to read it: `Agent` is the network, `gae` and `ppo_loss` are the algorithm, 
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -204,7 +205,6 @@ HIGHEST = {
     "threads": 256,
     "num_workers": 1024,
     "eval_episodes": 100_000,
-    "hidden_size": 1_000_000,
 }
 GAMES = ["MettaArena-v0", "MettaNavigation-v0", "mettagrid"]
 DEFAULTS = {  # of flags that are None or auto, by GAMES
@@ -1456,7 +1456,7 @@ def run_script() -> None:
     except BrokenPipeError:  # the reader is gone (`| head`)
         os._exit(141)
     except (OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        if re.search("MemoryError|allocate memory|size calculation overflowed", repr(error)):
             fail("out of memory: a smaller --num-envs, --num-steps or --hidden-size, or more --num-minibatches works")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"--compile: failed ({error}); --no-compile works")

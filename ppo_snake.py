@@ -14,6 +14,7 @@ How to read it: `Agent` is the network, `gae` and `ppo_loss` are the algorithm, 
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -149,7 +150,6 @@ HIGHEST = {
     "seed": EVAL_SEED - 1,
     "threads": 256,
     "eval_episodes": 100_000,
-    "hidden_size": 1_000_000,
 }
 
 
@@ -903,7 +903,7 @@ def run_script() -> None:
     except BrokenPipeError:  # the reader is gone (`| head`)
         os._exit(141)
     except (OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        if re.search("MemoryError|allocate memory|size calculation overflowed", repr(error)):
             fail("out of memory: a smaller --num-envs, --num-steps, --hidden-size or --eval-episodes works")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"--compile: failed ({error}); --no-compile works")

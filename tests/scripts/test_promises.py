@@ -57,12 +57,12 @@ BAD_OF = {
     "dqn_snake": """
 num_envs=0 batch_size=0 buffer_size=0 hidden_size=0 replay_ratio=0 tau=0 num_envs=-1 learning_starts=-1 tau=1.5
 start_e=1.5 exploration_fraction=1.5 replay_ratio=inf board=3x3 board=65x10 board=10 board=axb board=10x-10
-num_envs=2001 hidden_size=1000001
+num_envs=2001
 """,
     "ppo_snake": """
 num_envs=0 hidden_size=0 num_steps=0 num_minibatches=0 update_epochs=0 clip_coef=0 num_envs=-1 gae_lambda=-1 ent_coef=-1
 vf_coef=-1 gae_lambda=1.5 ent_coef=inf num_minibatches=7 num_minibatches=240 num_minibatches=120 board=3x3 board=axb
-board=6x6x6 board=65x10 hidden_size=1000001
+board=6x6x6 board=65x10
 """,
     "dqn_snake_sb3_compat": """
 num_envs=0 batch_size=0 buffer_size=0 train_freq=0 gradient_steps=0 tau=0 learning_starts=-1 gradient_steps=-2
@@ -72,13 +72,12 @@ env_id=Nothing-v0 policy=CnnPolicy policy=transformer import_sb3= export_sb3= ex
     "ppo_metta": """
 num_envs=0 num_steps=0 num_minibatches=0 hidden_size=0 bptt_horizon=0 async_factor=0
 num_envs=-1 num_workers=-1 gae_lambda=1.5 prio_alpha=1.5 prio_beta0=1.5 ent_coef=inf num_steps=104 bptt_horizon=5
-num_minibatches=5 size=5 instances=5 agents=900 env_config= hidden_size=1000001
+num_minibatches=5 size=5 instances=5 agents=900 env_config=
 """,
     "dqn_mario_async": """
 envs_per_collector=0 batch_size=0 accumulate=0 buffer_size=0 n_step=0 ring_blocks=0 channels=0 hidden_size=0 stack=0
 skip=0 replay_ratio=0 tau=0 num_collectors=-1 learning_starts=-1 tau=1.5 start_e=1.5 exploration_fraction=1.5 alpha=1.5
-beta=1.5 replay_ratio=inf difficulty=99 size=24 size=50 stack=300 channels=10001 hidden_size=1000001 skip=1001
-noop_max=10001
+beta=1.5 replay_ratio=inf difficulty=99 size=24 size=50 stack=300 skip=1001 noop_max=10001
 """,
 }
 ALL_BAD = [
@@ -133,9 +132,9 @@ def test_out_of_memory_is_one_line(script, monkeypatch, capsys) -> None:
         monkeypatch.setattr(torch, "manual_seed", fail)
         assert "out of memory: a smaller --" in one_line(script, capsys, *script.words())
     monkeypatch.undo()
-    huge = {"ppo_snake": {"num_envs": 10**13}, "ppo_metta": {"hidden_size": 10**6}}
-    words = script.words(**huge.get(script.name, {"buffer_size": 10**13}))
-    assert "out of memory: a smaller --" in one_line(script, capsys, *words)  # the allocator's own error
+    flag = {"ppo_snake": "num_envs", "ppo_metta": "hidden_size"}.get(script.name, "buffer_size")
+    for number in (10**6 if flag == "hidden_size" else 10**13, 2**61):  # bytes that nobody has, bytes that overflow
+        assert "out of memory: a smaller --" in one_line(script, capsys, *script.words(**{flag: number}))
 
 
 @ONE_FAST
