@@ -1,6 +1,7 @@
 """What a user of any script can rely on: mistakes, checkpoints, signals, switches, numbers, evaluation."""
 
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -473,6 +474,14 @@ def test_output_that_nobody_reads_leaves_no_traceback(script) -> None:
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.stderr == ""
         assert done.stdout.count("\n") == 1
+
+
+@ONE_FAST
+def test_output_that_the_terminal_cannot_show_is_a_question_mark(script, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with suppress(SystemExit):
+        script.program(*script.words(run_name="ä"))
+    assert b"/?" in sys.stdout.buffer.getvalue()
 
 
 # ------------------------------------------------------------------------------------------------ switches
