@@ -168,6 +168,7 @@ def play_both(rules: dict, lanes: int, steps: int, paths: tuple[bool, ...]) -> t
     return episodes, dict(zip(STATS, total))
 
 
+@pytest.mark.slow
 def test_a_step_with_fixed_shapes_is_one_graph() -> None:
     torch._dynamo.reset()
     batch = MettaBatch(2, **BATTLE)
