@@ -28,6 +28,8 @@ Suites, their tables, and their time on two cores:
     learn: score of dqn_snake.py after one, two and ten minutes                             1 hour
     ppo-snake: ppo-snake-learn, ppo-snake-learn-600, ppo-snake-6x6, ppo-snake-20x20, ppo-snake-speed: score and full
         boards of ppo_snake.py by time and board size; speed by number of games        2.5 hours
+    snake-recipes: snake-recipe, snake-peer, snake-peer-600, snake-peer-steps: parts of ppo_snake.py's recipe left out,
+        and all of them in SB3's PPO, after minutes and after steps                     90 minutes
     ranks: torchrun with two ranks, and the cost of an all-reduce                       20 minutes
     time-to-score: seconds to 5, 10, 20, 30 food, ours and SB3, up to 20 minutes a run  70 minutes
     time-to-score-ppo: the same with ppo_snake.py and the two fastest                   10 minutes
@@ -61,6 +63,7 @@ from benchmarks import (
     report,
     sb3_compat,
     snake,
+    snake_recipe,
     time_to,
 )
 from benchmarks.harness import SUITES, Options, fail
@@ -68,6 +71,7 @@ from benchmarks.harness import SUITES, Options, fail
 TABLE_FILES = [
     snake,
     ppo_snake,
+    snake_recipe,
     sb3_compat,
     metta,
     metta_speed,

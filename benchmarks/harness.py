@@ -40,6 +40,7 @@ SUITES = {
     "scaling": ["scaling"],
     "learn": ["learn"],
     "ppo-snake": ["ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6", "ppo-snake-20x20", "ppo-snake-speed"],
+    "snake-recipes": ["snake-recipe", "snake-peer", "snake-peer-600", "snake-peer-steps"],
     "ranks": ["ranks"],
     "time-to-score": ["time-to-score"],
     "time-to-score-ppo": ["time-to-score-ppo"],

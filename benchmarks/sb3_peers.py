@@ -190,7 +190,7 @@ def sb3_agent(
         }
         if width:
             policy["net_arch"] = []
-        settings["policy_kwargs"] = policy
+        settings["policy_kwargs"] = policy | settings.pop("policy", {})
 
     def make_env() -> gymnasium.Env:
         env = gymnasium.make(env_id, disable_env_checker=True)

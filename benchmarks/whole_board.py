@@ -1,0 +1,21 @@
+"""The whole board as features, in place of the egocentric view."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class WholeBoard:
+    """One-hot cells in the order of the board; actions are the four directions. Interface of EgocentricView."""
+
+    side = 1
+
+    def __init__(self, board: tuple[int, int], device: torch.device) -> None:
+        rows, columns = board
+        self.num_features = 4 * rows * columns  # times 3 are 12 numbers a cell, of which the codes use 10
+        self.move = torch.arange(4, device=device)[None]
+
+    def features(self, obs: Tensor) -> tuple[Tensor, ...]:
+        nowhere = torch.zeros(len(obs), dtype=torch.int64, device=obs.device)
+        one_hot = F.one_hot(obs.flatten(1).long(), 12).float()
+        return nowhere, one_hot.view(len(obs), 3, -1), nowhere
