@@ -82,8 +82,11 @@ def score_table(first: str, runs: dict[str, list[dict]]) -> str:
     return markdown_table(f"{first} | mean food, seeds 1 · 2 · 3 | mean | million env steps", rows)
 
 
-def own_run(seed: int, options: Options, flags: str, script: str = "ppo_snake.py") -> dict:
-    return harness.run(f"--threads 1 --eval-every 0 {flags} --seed {seed}", options, script)
+def own_run(seed: int, options: Options, flags: str, every: int = 0, script: str = "ppo_snake.py") -> dict:
+    result = harness.run(f"--threads 1 --eval-every {every} {flags} --seed {seed}", options, script)
+    if every:
+        result["curve"] = harness.eval_curve(harness.run_folder(result["run"]))
+    return result
 
 
 @table(
@@ -115,8 +118,13 @@ PEERS = {  # what is as in ppo_snake.py beyond the hyperparameters
 }
 
 
-def sb3_recipe_run(ortho_init: bool, huber: bool, seed: int, seconds: float, steps: int, episodes: int) -> dict:
-    """Food and steps of SB3's PPO with the whole recipe of ppo_snake.py, one thread, until `seconds` or `steps`."""
+def sb3_recipe_run(
+    ortho_init: bool, huber: bool, seed: int, seconds: float, steps: int, every: float, episodes: int
+) -> dict:
+    """Food and steps of SB3's PPO with the whole recipe of ppo_snake.py, one thread, until `seconds` or `steps`.
+
+    With `every` also a curve: [seconds without evaluations, food of 100 games] after so many seconds each.
+    """
     import stable_baselines3.ppo.ppo
     from stable_baselines3.common.callbacks import BaseCallback
 
@@ -140,6 +148,9 @@ def sb3_recipe_run(ortho_init: bool, huber: bool, seed: int, seconds: float, ste
         vf_coef=args.vf_coef,
         max_grad_norm=args.max_grad_norm,
     )
+    score = partial(greedy_score, model, relative_actions=True)
+    curve = []
+    evaluating = 0.0
     start = time.perf_counter()
 
     def progress() -> float:
@@ -147,6 +158,11 @@ def sb3_recipe_run(ortho_init: bool, huber: bool, seed: int, seconds: float, ste
 
     class Schedule(BaseCallback):
         def _on_rollout_end(self) -> None:
+            nonlocal evaluating
+            elapsed = time.perf_counter() - start
+            if every and elapsed >= every * (len(curve) + 1):
+                curve.append([elapsed - evaluating, score(episodes=100)])
+                evaluating += time.perf_counter() - start - elapsed
             model.ent_coef = args.ent_coef * max(1 - progress(), 0)
 
         def _on_step(self) -> bool:
@@ -155,17 +171,17 @@ def sb3_recipe_run(ortho_init: bool, huber: bool, seed: int, seconds: float, ste
     model.lr_schedule = lambda _: args.learning_rate * 0.01 ** min(progress(), 1)
     model.learn(FOREVER, callback=Schedule())
     elapsed = time.perf_counter() - start
-    score = greedy_score(model, relative_actions=True, episodes=episodes)
-    return {"eval_score_mean": score, "env_steps": model.num_timesteps, "seconds": elapsed}
+    food = score(episodes=episodes)
+    return {"eval_score_mean": food, "env_steps": model.num_timesteps, "seconds": elapsed, "curve": curve}
 
 
-def compare_at(options: Options, seconds: int, steps: int, peers: Iterable[str]) -> tuple[str, dict]:
-    """Table of ours and `peers` after `seconds` or `steps`, whichever is first."""
-    calls = {
-        "ppo_snake.py": partial(own_run, options=options, flags=f"--max-seconds {seconds} --total-timesteps {steps}")
-    }
+def compare_at(options: Options, seconds: int, steps: int, peers: Iterable[str], every: int = 0) -> tuple[str, dict]:
+    """Table of ours and `peers` after `seconds` or `steps`, whichever is first; evaluated `every` so many seconds."""
+    flags = f"--max-seconds {seconds} --total-timesteps {steps}"
+    calls = {"ppo_snake.py": partial(own_run, options=options, flags=flags, every=every)}
+    episodes = 100 if options.fast else 1000
     for name in peers:
-        settings = PEERS[name] | {"seconds": seconds, "steps": steps, "episodes": 100 if options.fast else 1000}
+        settings = PEERS[name] | {"seconds": seconds, "steps": steps, "every": every, "episodes": episodes}
         calls[name] = partial(sb3_run, settings)
     runs = two_at_once(calls, options.seeds)
     return score_table("script", runs), {"runs": runs}
@@ -191,11 +207,11 @@ def snake_peer(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "snake-peer-600",
     caption="""
-    As snake-peer, after ten minutes.
+    As snake-peer, after ten minutes, evaluated once a minute.
     """,
 )
 def snake_peer_600(options: Options, device: torch.device) -> tuple[str, dict]:
-    return compare_at(options, 10 if options.fast else 600, FOREVER, ["SB3's PPO"])
+    return compare_at(options, 10 if options.fast else 600, FOREVER, ["SB3's PPO"], every=5 if options.fast else 60)
 
 
 @table(
