@@ -42,7 +42,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from envs.playing import play, show_in_terminal, write_gif
 from envs.snake.batch import SnakeBatch
-from envs.snake.rules import VARIANTS, Rules, SnakeEnv, parse_board
+from envs.snake.rules import Rules, SnakeEnv, parse_board
 from envs.snake.view import EgocentricView
 from envs.streams import lane_key
 
@@ -72,8 +72,6 @@ class Args:
     """folder of all runs"""
 
     # Environment
-    env_id: Literal["Snake-v0", "SnakeBlocks-v0"] = "Snake-v0"
-    """rules of the game (envs/snake/rules.py)"""
     board: str = "10x10"
     """rows x columns, 4 to 64 each"""
     num_envs: int | None = None
@@ -197,7 +195,7 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
 
 def rules_of(args: Args) -> Rules:
     try:
-        return Rules(**VARIANTS[args.env_id] | {"board": parse_board(args.board), "observation": "codes"})
+        return Rules(parse_board(args.board))
     except ValueError:
         fail(f"--board {args.board}: must be rows x columns, 4 to 64 each; 10x10 works")
 

@@ -175,7 +175,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 def in_subprocess(function: Callable, one_core: bool = False, **arguments: Any) -> Any:
     """Call `function` in a new process, so that peers share neither threads nor memory."""
-    environment = os.environ | (ONE_THREAD if one_core else {})
+    environment = os.environ | PLAIN_SETTINGS | (ONE_THREAD if one_core else {})
     module = function.__module__
     code = f"import json, {module}; print(json.dumps({module}.{function.__name__}(**{arguments!r})))"
     command = [sys.executable, "-c", code]

@@ -28,6 +28,7 @@ def draw_all(device: torch.device) -> None:
     for goal in GAMES:
         draw_time_to(goal, device)
     draw_learning(device)
+    draw_same_recipe(device)
 
 
 def read_results(name: str, device: torch.device) -> dict:
@@ -98,6 +99,16 @@ def draw_learning(device: torch.device) -> None:
             lines.append((label, *zip(*points)))
     axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
     save_plot("learning", device, lines, title="Snake: food by training time, median and range", **axes)
+
+
+def draw_same_recipe(device: torch.device) -> None:
+    lines = []
+    for label, runs in read_results("snake-peer-600", device).get("runs", {}).items():
+        for one in runs:
+            lines.append((label, *zip(*one["curve"])))
+    title = "Snake: ppo_snake.py and Stable-Baselines3's PPO with the same recipe, median and range"
+    axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
+    save_plot("same-recipe", device, lines, title=title, **axes)
 
 
 def save_plot(name: str, device: torch.device, lines: list[Line], **settings: str) -> None:

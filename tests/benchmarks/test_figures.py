@@ -12,8 +12,9 @@ SETTINGS = [  # phrases with numbers that are no measurements
 ]
 
 
-def score(runs: list[dict]) -> str:
-    return f"{statistics.mean(one['eval_score_mean'] for one in runs):.1f}"
+def score(runs: list[dict], words: str) -> str:
+    mean, steps = (statistics.mean(one[key] for one in runs) for key in ("eval_score_mean", "env_steps"))
+    return f"{mean:.1f} {words} ({steps / 1e6:.1f} M steps)"
 
 
 def speed(runs: list[dict]) -> str:
@@ -27,10 +28,10 @@ def low_to_high(values: list[float], digits: int = 0) -> str:
 
 def snake_figures(runs: list[dict]) -> list[str]:
     phrases = []
-    for seconds, words in (60, "food of 97 after 1 minute"), (120, "food after 2 minutes"), (600, "food after 10"):
+    for seconds, time in (60, "of 97 after 1 minute"), (120, "after 2 minutes"), (600, "after 10 minutes"):
         found = [one for one in runs if one["flags"].split(" --seed")[0] == f"--max-seconds {seconds}"]
         assert len(found) == 3
-        phrases.append(f"{score(found)} {words}")
+        phrases.append(score(found, f"food {time}"))
         if seconds == 120:
             phrases.append(f"{speed(found)} env steps/s")
         filled = [100 * one.get("eval_full_boards", 0) for one in found]
@@ -42,12 +43,15 @@ def snake_figures(runs: list[dict]) -> list[str]:
 def figures() -> list[str]:
     phrases = snake_figures(results("ppo-snake-learn")["runs"] + results("ppo-snake-learn-600")["runs"])
     phrases += snake_figures(results("learn")["runs"])
-    phrases.append(f"{score(results('ppo-snake-learn-slow')['runs'][3:])} on a machine half as fast")
+    phrases.append(score(results("ppo-snake-learn-slow")["runs"][3:], "on a machine half as fast"))
     peers = results("time-to-score")
     sb3 = [peers["curves"][f"SB3's {who}, defaults"] for who in ("DQN", "PPO")]
     assert max(value for seeds in sb3 for curve in seeds for _, value in curve) < 5
     seconds = peers["ends"]["SB3's PPO, defaults"]
     phrases.append(f"below 5 after {seconds // 60} minutes")
+    peers = results("snake-peer-steps")["runs"]
+    same = "SB3's PPO, our initial weights and Huber loss"
+    phrases += [score(peers[name], "food") for name in ("ppo_snake.py", "SB3's PPO", same)]
     ratios = results("sb3-speed")["ratios"].items()
     times = [statistics.median(values) for name, values in ratios if ", 1, --compile" in name]
     phrases.append(f"{low_to_high(times, 1)} times Stable-Baselines3's DQN")
@@ -56,7 +60,7 @@ def figures() -> list[str]:
         default, _ = found["runs"].values()
         players = f"a scripted player {found['scripted']:.1f}, " if found["scripted"] else ""
         players += f"random play {found['random']:.1f}"
-        phrases.append(f"{score(default)} hearts after 10 minutes on one core | {players}")
+        phrases.append(f"{score(default, 'hearts after 10 minutes on one core')} | {players}")
     arena = results("metta-peer")["runs"]
     peer = speed(arena["SB3's PPO, the rule book"])
     on_ours = speed(arena["SB3's PPO, our batched arena"])

@@ -45,11 +45,6 @@ def test_runs_have_names_of_their_own_and_their_peak_memory(monkeypatch, tmp_pat
     assert found[0]["train_fraction"] == 0.75
 
 
-def test_the_commit_is_optional(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert harness.commit() == "unknown"
-
-
 @pytest.mark.slow
 def test_a_real_run_is_measured(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(harness, "ROOT", PROJECT)

@@ -66,6 +66,8 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
         return {"harness.alternate": alternate(found["rates"])}
     if name in ("smoke", "train", "bf16", "busy", "switches", "mario-switches"):
         return {"harness.alternate": alternate(found["runs"])}
+    if name.startswith("snake-"):
+        return {"snake_recipe.two_at_once": lambda *_: found["runs"]}
     if name == "update":
         batches = found["batches"]
         rounds = {batch: one["runs"] for batch, one in batches.items()} | {"ceiling": found["ceiling"]}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from small_runs import load, refusal
 
-from envs.snake.rules import BODY, FOOD, HEAD, MOVES, SnakeEnv
+from envs.snake.rules import BODY, FOOD, HEAD, MOVES, Rules, SnakeEnv
 
 DQN = ["dqn_snake", "dqn_mario_async"]  # the compat script follows SB3 and has tests of its own
 
@@ -100,12 +100,11 @@ class Player:
 @pytest.mark.parametrize("step_limit", [None, 60], ids=["none truncated", "some truncated"])
 def test_evaluation_plays_every_game_once_to_its_end(script, monkeypatch, step_limit) -> None:
     """Against the rule book, with the same policy and the same food. What a later game scores does not count."""
-    rules = dict(board=(6, 6), step_limit=step_limit, hunger=step_limit is None)
-    for name in ("step_limit", "hunger"):
-        monkeypatch.setitem(script.module.VARIANTS["Snake-v0"], name, rules[name])
+    rules = dict(step_limit=step_limit, hunger=step_limit is None)
+    monkeypatch.setattr(script.module, "Rules", lambda *board, **same: Rules(*board, **rules, **same))
     scores, ends = [], set()
     for lane in range(12):
-        env = SnakeEnv(lane=lane, **rules)
+        env = SnakeEnv(lane=lane, board=(6, 6), **rules)
         obs, done = env.reset(seed=2**31)[0], False
         while not done:
             obs, _, terminated, truncated, info = env.step(toward_the_food(torch.as_tensor(obs)[None]).item())

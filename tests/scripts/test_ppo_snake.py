@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,7 +154,7 @@ def test_what_is_stored_is_what_was_played(run, seen, monkeypatch) -> None:
 
     monkeypatch.setattr(SnakeBatch, "step", watched_step)
     monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
-    monkeypatch.setitem(ppo_snake.VARIANTS["Snake-v0"], "step_limit", 12)
+    monkeypatch.setattr(ppo_snake, "Rules", partial(ppo_snake.Rules, step_limit=12))
     torch.manual_seed(4)
     network = agent()
     run(seed=4, learning_rate=1e-30, total_timesteps=24 * 40, update_epochs=1, gamma=0.9)
@@ -290,7 +291,6 @@ FLAGS = {  # another value than QUICK's, and where it shows
     "seed": (2, critic),
     "total_timesteps": (1200, lambda s, f: s["env_steps"]),
     "run_name": ("other", lambda s, f: f.name),
-    "env_id": ("SnakeBlocks-v0", lambda s, f: scalars(f)["charts/episodic_return"][-1] < -100),
     "board": ("5x7", lambda s, f: checkpoint(f)["envs.codes"].shape),
     "num_envs": (28, lambda s, f: checkpoint(f)["envs.head"].shape),
     "hidden_size": (40, lambda s, f: checkpoint(f)["agent.critic.weight"].shape),
