@@ -9,6 +9,7 @@
 
 Suites, their tables, and their time on two cores:
 
+    headline: the tables behind README's results                                         6 hours
     smoke: speed of every script; with --compare benchmarks/results/smoke.json, whether one lost 10 %  2 minutes
     snake: env, act, train, update: dqn_snake.py's game, network, training and learner  12 minutes
     sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py compared with SB3         30 minutes

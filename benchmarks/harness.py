@@ -49,6 +49,18 @@ SUITES = {
     "time-to-points": ["time-to-points"],
 }
 SUITES["all"] = [name for names in SUITES.values() for name in names]
+SUITES["headline"] = [
+    "ppo-snake-learn",
+    "ppo-snake-learn-600",
+    "snake-peer-steps",
+    "learn",
+    "sb3-speed",
+    "metta-peer",
+    *SUITES["metta-learn"],
+    "mario-async",
+    "mario-learn",
+    "mario-real",
+]
 SUITES["gpu"] = ["gpu"]
 SINGLE_TABLES = [name for name in SUITES["all"] if name not in SUITES]
 
