@@ -222,7 +222,7 @@ class Agent(nn.Module):
         self.num_inputs = 3 * view.num_features
         bound = self.num_inputs**-0.5
         self.preprocess = view.features  # has no parameters
-        # PyTorch's initial weights: orthogonal ones, as in CleanRL and SB3, cost 13 food after 640,000 steps
+        # PyTorch's initial weights: with orthogonal ones SB3's PPO eats 13 food less (benchmarks/pages/snake-recipe.md)
         self.features = nn.Linear(self.num_inputs, width)
         self.food = nn.Embedding(view.side**2, width)  # a one-hot input, without the zeros
         nn.init.uniform_(self.food.weight, -bound, bound)  # as nn.Linear does
@@ -285,8 +285,8 @@ def ppo_loss(
 ) -> tuple[Tensor, Tensor]:
     """PPO's loss (Schulman et al. 2017, equation 9) of `logits` (B, actions); the other tensors are (B,).
 
-    The value loss is Huber's: a squared one costs 8 food after 640,000 steps. Also returns the means that LOSSES names;
-    `approx_kl` is "k3" of Schulman 2020.
+    The value loss is Huber's: with a squared one SB3's PPO eats 8 food less (benchmarks/pages/snake-recipe.md). Also
+    returns the means that LOSSES names; `approx_kl` is "k3" of Schulman 2020.
     """
     logprobs = F.log_softmax(logits, 1)
     logprob = logprobs.gather(1, action[:, None]).squeeze(1)
