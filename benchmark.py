@@ -9,7 +9,7 @@
 
 Suites, their tables, and their time on two cores:
 
-    headline: the tables behind README's results                                         6 hours
+    headline: the tables behind README's results                                         5 hours
     smoke: speed of every script; with --compare benchmarks/results/smoke.json, whether one lost 10 %  2 minutes
     snake: env, act, train, update: dqn_snake.py's game, network, training and learner  12 minutes
     sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py compared with SB3         30 minutes
@@ -26,8 +26,8 @@ Suites, their tables, and their time on two cores:
     bf16, busy: scripts with --bf16; scripts with one core kept busy                    25 minutes
     switches: every switch of dqn_snake.py                                              40 minutes
     scaling: cost of a step as games, batch, board and agents grow                      30 minutes
-    learn: score of dqn_snake.py after one, two and ten minutes                             1 hour
-    ppo-snake: ppo-snake-learn, ppo-snake-learn-600, ppo-snake-6x6, ppo-snake-20x20, ppo-snake-speed: score and full
+    learn: score of dqn_snake.py after two and ten minutes                             40 minutes
+    ppo-snake: ppo-snake-learn, ppo-snake-6x6, ppo-snake-20x20, ppo-snake-speed: score and full
         boards of ppo_snake.py by time and board size; speed by number of games        2.5 hours
     snake-recipes: snake-recipe, snake-peer, snake-peer-600, snake-peer-steps: parts of ppo_snake.py's recipe left out,
         and all of them in SB3's PPO, after minutes and after steps                     90 minutes

@@ -39,7 +39,7 @@ SUITES = {
     "switches": ["switches"],
     "scaling": ["scaling"],
     "learn": ["learn"],
-    "ppo-snake": ["ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6", "ppo-snake-20x20", "ppo-snake-speed"],
+    "ppo-snake": ["ppo-snake-learn", "ppo-snake-6x6", "ppo-snake-20x20", "ppo-snake-speed"],
     "snake-recipes": ["snake-recipe", "snake-peer", "snake-peer-600", "snake-peer-steps"],
     "ranks": ["ranks"],
     "time-to-score": ["time-to-score"],
@@ -51,12 +51,13 @@ SUITES = {
 SUITES["all"] = [name for names in SUITES.values() for name in names]
 SUITES["headline"] = [
     "ppo-snake-learn",
-    "ppo-snake-learn-600",
+    "snake-peer",
     "snake-peer-steps",
     "learn",
     "sb3-speed",
     "metta-peer",
-    *SUITES["metta-learn"],
+    "metta-learn-arena",
+    "metta-learn-real",
     "mario-async",
     "mario-learn",
     "mario-real",
@@ -229,6 +230,11 @@ def measure_rate(work: Callable[[], Any], amount: float, seconds: float, device:
 
 def column(runs: list[dict], key: str) -> list[float]:
     return [one[key] for one in runs]
+
+
+def million_steps(runs: list[dict]) -> str:
+    """Cell with the env steps of each run."""
+    return " · ".join(f"{one['env_steps'] / 1e6:.2f}" for one in runs)
 
 
 def median(runs: list[dict], key: str) -> float:

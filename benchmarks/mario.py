@@ -8,7 +8,7 @@ import torch
 import dqn_mario_async
 from benchmarks import games, harness
 from benchmarks.games import emulator_rate, gymnasium_rates, mario_rates
-from benchmarks.harness import SPEED_RUN, Options, column, measure_rate, median, ratios
+from benchmarks.harness import SPEED_RUN, Options, column, measure_rate, median, million_steps, ratios
 from benchmarks.players import MARIO_PLAYERS, mario_games
 from benchmarks.report import active_switches, code, markdown_table, median_min_max, table
 
@@ -228,14 +228,15 @@ def learn_mario(options: Options, difficulty: int) -> tuple[str, dict]:
             row.append(f"{greedy:.0%}, {exploring:.0%}")
         row.append(f"{one['eval_flags']:.0%}")
         row.append(f"{one['eval_distance_mean']:,.0f}")
+        row.append(million_steps([one]))
         row.append(f"{one['env_steps_per_second']:,.0f}")
         row.append(f"{one['replay_ratio']:.2f}")
         row.append(f"{one['producer_wait_ms_mean']:.3f}")
         rows.append(row)
     random_flags, distance = harness.in_subprocess(mario_games, player="random", games=1000, difficulty=difficulty)
-    rows.append(["random", *[f"{random_flags:.0%}"] * 3, f"{distance:,.0f}", *[""] * 3])
+    rows.append(["random", *[f"{random_flags:.0%}"] * 3, f"{distance:,.0f}", *[""] * 4])
     header = "seed | after 1 minute: unseen, exploring | after 5 | end: unseen | distance, pixels | "
-    text = markdown_table(f"{header}env steps/s | replay ratio | waiting, ms", rows)
+    text = markdown_table(f"{header}million env steps | env steps/s | replay ratio | waiting, ms", rows)
     return text, {"runs": raw, "random": [random_flags, distance]}
 
 
@@ -348,14 +349,15 @@ def mario_real(options: Options, device: torch.device) -> tuple[str, dict]:
             f"{distance:,.0f}",
             f"{one['eval_flags']:.0%}",
             f"{distance / random_distance:.1f}",
+            million_steps([one]),
             f"{one['env_steps_per_second']:,.0f}",
             f"{one['replay_ratio']:.2f}",
         ]
         rows.append(row)
-    rows.append(["random", *[""] * (len(times) + 1), f"{random_distance:,.0f}", f"{random_flags:.0%}", *[""] * 3])
+    rows.append(["random", *[""] * (len(times) + 1), f"{random_distance:,.0f}", f"{random_flags:.0%}", *[""] * 4])
     header = "seed"
     for minutes in times:
         header += f" | after {minutes} minute" + ("s" if minutes > 1 else "")
-    header += " | first greedy flag, minutes | end | flags at the end | × random | env steps/s | replay ratio"
-    text = f"{markdown_table(header, rows)}\n\n{ends_by_place(ends)}\n\n`{SCRIPT} {flags} --seed S`"
+    header += " | first greedy flag, minutes | end | flags at the end | × random | million env steps | env steps/s"
+    text = f"{markdown_table(f'{header} | replay ratio', rows)}\n\n{ends_by_place(ends)}\n\n`{SCRIPT} {flags} --seed S`"
     return text, {"runs": raw, "random": by_chance}

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import SPEED_RUN, Options, column
+from benchmarks.harness import SPEED_RUN, Options, column, million_steps
 from benchmarks.report import markdown_table, median_min_max, table
 from benchmarks.snake import ceiling, least_work, matmul_seconds, saved_weights
 
@@ -30,12 +30,12 @@ def interval(run: dict) -> str:
     return f"{100 * low:.1f}–{100 * high:.1f}"
 
 
-def learning_table(settings: list[tuple], options: Options) -> tuple[str, dict]:
-    """One row for each (flags, seeds) of `settings`."""
+def learning_table(settings: list[str], options: Options) -> tuple[str, dict]:
+    """One row for each of the flags in `settings`."""
     rows = []
     raw = []
-    for flags, seeds in settings:
-        runs = [harness.run(f"{flags} --seed {seed}", options, "ppo_snake.py") for seed in seeds]
+    for flags in settings:
+        runs = [harness.run(f"{flags} --seed {seed}", options, "ppo_snake.py") for seed in options.seeds]
         for one in runs:
             raw.append(one | {"curve": harness.eval_curve(harness.run_folder(one["run"]))})
         scores = column(runs, "eval_score_mean")
@@ -46,10 +46,13 @@ def learning_table(settings: list[tuple], options: Options) -> tuple[str, dict]:
             f"{statistics.mean(scores):.1f}",
             " · ".join(percent(share) for share in full),
             " · ".join(interval(run) for run in runs),
+            million_steps(runs),
             median_min_max(column(runs, "env_steps_per_second")),
         ]
         rows.append(row)
-    header = "flags | mean food, seeds 1 · 2 · 3 | mean | full boards | 95 % intervals | env steps/s"
+    header = (
+        "flags | mean food, seeds 1 · 2 · 3 | mean | full boards | 95 % intervals | million env steps | env steps/s"
+    )
     return markdown_table(header, rows), {"runs": raw}
 
 
@@ -62,19 +65,8 @@ def learning_table(settings: list[tuple], options: Options) -> tuple[str, dict]:
     """,
 )
 def ppo_snake_learn(options: Options, device: torch.device) -> tuple[str, dict]:
-    budgets = [60] if options.fast else [60, 120]
-    return learning_table([(f"--max-seconds {budget}", options.seeds) for budget in budgets], options)
-
-
-@table(
-    "ppo-snake-learn-600",
-    caption="""
-    As ppo-snake-learn, after ten minutes.
-    """,
-)
-def ppo_snake_learn_600(options: Options, device: torch.device) -> tuple[str, dict]:
-    budget = 10 if options.fast else 600
-    return learning_table([(f"--max-seconds {budget}", options.seeds)], options)
+    budgets = [60] if options.fast else [120, 600]
+    return learning_table([f"--max-seconds {budget}" for budget in budgets], options)
 
 
 @table(
@@ -85,7 +77,7 @@ def ppo_snake_learn_600(options: Options, device: torch.device) -> tuple[str, di
 )
 def ppo_snake_6x6(options: Options, device: torch.device) -> tuple[str, dict]:
     budget = 10 if options.fast else 120
-    return learning_table([(f"--board 6x6 --max-seconds {budget}", options.seeds)], options)
+    return learning_table([f"--board 6x6 --max-seconds {budget}"], options)
 
 
 @table(
@@ -96,7 +88,7 @@ def ppo_snake_6x6(options: Options, device: torch.device) -> tuple[str, dict]:
 )
 def ppo_snake_20x20(options: Options, device: torch.device) -> tuple[str, dict]:
     budget = 10 if options.fast else 1800
-    return learning_table([(f"--board 20x20 --max-seconds {budget}", options.seeds)], options)
+    return learning_table([f"--board 20x20 --max-seconds {budget}"], options)
 
 
 @table(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import ppo_snake
 from benchmarks import harness
-from benchmarks.harness import ROOT, Options, column
+from benchmarks.harness import ROOT, Options, column, million_steps
 from benchmarks.report import markdown_table, table
 from benchmarks.sb3_peers import FOREVER, greedy_score, sb3_agent
 
@@ -76,7 +76,7 @@ def score_table(first: str, runs: dict[str, list[dict]]) -> str:
             name,
             " · ".join(f"{score:.1f}" for score in scores),
             f"{statistics.mean(scores):.1f}",
-            " · ".join(f"{one['env_steps'] / 1e6:.2f}" for one in results),
+            million_steps(results),
         ]
         rows.append(row)
     return markdown_table(f"{first} | mean food, seeds 1 · 2 · 3 | mean | million env steps", rows)
