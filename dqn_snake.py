@@ -49,7 +49,7 @@ from envs.snake.view import EgocentricView
 from envs.streams import lane_key
 
 SCRIPT = Path(__file__).stem
-CHECKPOINT_VERSION = 5
+CHECKPOINT_VERSION = 6
 EVAL_SEED = 2**31  # above every --seed
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these four
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
@@ -89,7 +89,7 @@ class Args:
     batch_size: int | None = None
     """transitions per update (None: 256 on a CPU, 8192 on CUDA)"""
     hidden_size: int | None = None
-    """width of the network's layers (None: 512 for mlp, 64 for attention)"""
+    """width of the network's layers (None: 256 for mlp, 64 for attention)"""
     anneal_lr: bool = True
     """decay the learning rate exponentially to a tenth over the run"""
     buffer_size: int | None = None
@@ -174,7 +174,7 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
     if args.buffer_size is None:
         args.buffer_size = 2_000_000 if on_cuda else 500_000
     if args.hidden_size is None:
-        args.hidden_size = 64 if args.network == "attention" else 512
+        args.hidden_size = 64 if args.network == "attention" else 256
     if args.threads is None:
         args.threads = min(torch.get_num_threads(), 8)
     if args.max_seconds is None and args.total_timesteps is None:

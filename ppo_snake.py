@@ -47,7 +47,7 @@ from envs.snake.view import EgocentricView
 from envs.streams import lane_key
 
 SCRIPT = Path(__file__).stem
-CHECKPOINT_VERSION = 4
+CHECKPOINT_VERSION = 5
 EVAL_SEED = 2**31  # above every --seed
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these four
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
@@ -78,11 +78,11 @@ class Args:
     """parallel games, over all processes (None: 128 on a CPU, 16384 on CUDA)"""
 
     # Algorithm
-    learning_rate: float = 5e-4
+    learning_rate: float = 2e-3
     """Adam's learning rate"""
     num_steps: int = 32
     """steps per game in a rollout"""
-    hidden_size: int = 512
+    hidden_size: int = 256
     """width of the network's layers"""
     anneal_lr: bool = True
     """decay the learning rate exponentially to a hundredth over the run"""

@@ -97,7 +97,7 @@ def plan_agents(
 
 SNAKE_RECIPE = {  # of dqn_snake.py, as far as SB3 supports it: no double DQN, no learning rate schedule
     "view": True,
-    "width": 512,
+    "width": 256,
     "num_envs": 128,
     "gamma": 0.98,
     "learning_rate": 1e-3,

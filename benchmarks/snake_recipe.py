@@ -28,6 +28,15 @@ LEFT_OUT = {  # what a copy of the script has instead, and its flags; the values
         ],
         "",
     ),
+    "what the snake can reach after a move": (
+        [
+            (
+                "self.preprocess = view",
+                "view.reached = lambda obs, head: torch.zeros(len(obs), 4, 3)\n        self.preprocess = view",
+            )
+        ],
+        "",
+    ),
     "the network: 64 wide, no LayerNorm": (
         [
             ("self.norm1 = nn.LayerNorm(width)", "self.norm1 = nn.Identity()"),

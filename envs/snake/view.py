@@ -49,6 +49,7 @@ class EgocentricView:
         self._make_sources(device)
         self._make_feature_source(device)
         self._make_rotations(device)
+        self._make_steps(device)
 
     def _make_sources(self, device: torch.device) -> None:
         """(cells, sources): weights of the cells in each source. A source is a cell, a block (sum / BLOCK), or zero."""
@@ -73,7 +74,7 @@ class EgocentricView:
         is_block_center = (offsets % self.BLOCK == 0).all(1)
         cell_offsets = offsets[is_near]
         block_offsets = offsets[is_block_center]
-        self.num_features = len(cell_offsets) + len(block_offsets)
+        self.num_features = len(cell_offsets) + len(block_offsets) + 3  # those of `reached`
 
         num_sources = self.sources.shape[1]
         off_board = num_sources - 1
@@ -130,6 +131,15 @@ class EgocentricView:
         turned_index = index_step @ self.cells.T
         self.turned_index = turned_index.to(device)  # (orientation, cell)
 
+    def _make_steps(self, device: torch.device) -> None:
+        """Cell numbers on a board with a border around it, and what each move adds to them."""
+        rows, columns = self.board
+        self.border_steps = [row * (columns + 2) + column for row, column in MOVES]
+        self.border_step = torch.tensor(self.border_steps, device=device)
+        self.border_cell = torch.arange((rows + 2) * (columns + 2), device=device)
+        inside = self.border_cell.view(rows + 2, columns + 2)[1:-1, 1:-1]
+        self.inside = inside.flatten()
+
     def locate(self, obs: Tensor) -> tuple[Tensor, ...]:
         """Codes (B, cells), orientation, head cell, position of cell 0, and position of the food (all (B,))."""
         codes = obs.flatten(1)
@@ -155,12 +165,56 @@ class EgocentricView:
         codes, orientation, head, _, food_position = self.locate(obs)
         first_row = NUM_CODES * orientation[:, None]
         cell_features = F.embedding(codes + first_row, self.cell_features)
-        all_features = cell_features.mT @ self.sources
+        all_features = cell_features.mT.contiguous() @ self.sources  # one matmul instead of B
         source = self.feature_source[orientation, head]
         source = source.long()[:, None]
         source = source.expand(-1, 3, -1)
         features = all_features.gather(2, source)
+        reached = self.reached(obs, head)
+        move = self.move[orientation][:, :, None]
+        reached = reached.gather(1, move.expand_as(reached[:, :3]))
+        features = torch.cat([features, reached], 2)
         return orientation, features, food_position
+
+    def reached(self, obs: Tensor, head: Tensor) -> Tensor:
+        """(B, move, 3): what the snake can get to after each move. `head` (B,): cell of the head in `obs`.
+
+        The share of the free cells, and whether its tail and the food are among them. The tail counts as free: it moves
+        on, so a snake that can get to its tail is not trapped.
+        """
+        codes = F.pad(obs, (1, 1, 1, 1), value=NUM_CODES).flatten(1)
+        is_body = (codes >= BODY) & (codes < HEAD)
+        direction = (codes.long() - BODY) % 4
+        next_cell = self.border_cell + self.border_step[direction]
+        is_followed = torch.zeros_like(is_body).scatter_(1, next_cell * is_body, True)
+        is_tail = (codes >= BODY) & (codes < NUM_CODES) & ~is_followed
+        is_free = (codes < BODY) | is_tail
+        label = self.connect(is_free)
+
+        size = torch.zeros_like(label).scatter_add_(1, label, is_free.long())
+        next_cell = self.inside[head][:, None] + self.border_step
+        there = label.gather(1, next_cell)
+        share = size.gather(1, there) / is_free.sum(1, keepdim=True)
+        tail = label.gather(1, is_tail.int().argmax(1, keepdim=True))
+        food = label.gather(1, (codes == FOOD).int().argmax(1, keepdim=True))
+        return torch.stack([share, there == tail, there == food], 2)
+
+    def connect(self, is_free: Tensor) -> Tensor:
+        """Labels (B, cells with border): equal in cells that are connected, 0 in those that are not free.
+
+        A label is the highest number of its cells. FastSV (Zhang et al. 2020) in a fixed number of rounds: to ask
+        whether another is needed, a GPU would have to wait for the CPU. A labyrinth of one path takes as many.
+        """
+        label = self.border_cell * is_free
+        for _ in range(len(self.cells).bit_length() - 1):
+            best = label
+            for step in self.border_steps:
+                best = best.maximum(label.roll(step, 1))
+            best = best * is_free
+            label = label.scatter_reduce(1, label, best, "amax")
+            label = label.maximum(best)
+            label = label.gather(1, label)
+        return label
 
     def tokens(self, obs: Tensor) -> tuple[Tensor, ...]:
         """Orientation (B,), rotated codes and positions (B, cells), head cell (B,) and food position (B,) of `obs`."""

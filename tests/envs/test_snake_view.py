@@ -23,6 +23,21 @@ def play(board: tuple[int, int], lane: int, steps: int) -> SnakeEnv:
     return env
 
 
+def reached(env: SnakeEnv, step: np.ndarray) -> list[float]:
+    """Share of the free cells that the snake gets to after a step, and whether tail and food are among them."""
+    rows, columns = env.rules.board
+    tail, *others = [divmod(cell, columns) for cell in env.body]
+    free = {(row, column) for row in range(rows) for column in range(columns)} - set(others)
+    found = set()
+    waiting = [tuple(others[-1] + step)]
+    while waiting:
+        cell = waiting.pop()
+        if cell in free - found:
+            found.add(cell)
+            waiting += [(cell[0] + row, cell[1] + column) for row, column in MOVES]
+    return [len(found) / len(free), tail in found, divmod(env.food, columns) in found]
+
+
 @pytest.mark.parametrize("board", [(10, 10), (4, 6), (7, 5)])
 def test_view_against_a_loop_over_cells(board: tuple[int, int]) -> None:
     games = [play(board, lane, steps=8 * lane) for lane in range(60)]
@@ -70,5 +85,18 @@ def test_view_against_a_loop_over_cells(board: tuple[int, int]) -> None:
         for i, j in far:
             block = [cells.get((i + a, j + b), nothing) for a in (-1, 0, 1) for b in (-1, 0, 1)]
             blocks.append(sum(block) / 3)
+        turns = [reached(env, step) for step in (-right, ahead, right)]
         expected = np.stack([cells.get(place, nothing) for place in near] + blocks, 1)
+        expected = np.concatenate([expected, turns], 1)
         np.testing.assert_allclose(features[n], expected, atol=1e-6)
+
+
+def test_a_labyrinth_of_one_path_is_connected() -> None:
+    free = torch.zeros(66, 66, dtype=torch.bool)
+    free[1:-1:2, 1:-1] = True
+    free[2:-1:4, -2] = True
+    free[4:-1:4, 1] = True
+    both = torch.stack([free, free.T]).flatten(1)
+    labels = EgocentricView((64, 64), CPU).connect(both)
+    assert [len(label[is_free].unique()) for label, is_free in zip(labels, both)] == [1, 1]
+    assert labels[~both].eq(0).all()
