@@ -75,7 +75,7 @@ class Args:
     board: str = "10x10"
     """rows x columns, 4 to 64 each"""
     num_envs: int | None = None
-    """parallel games, over all processes (None: 128 on a CPU, 16384 on CUDA)"""
+    """parallel games, over all processes (None: 256 on a CPU, 16384 on CUDA)"""
 
     # Algorithm
     learning_rate: float = 2e-3
@@ -126,7 +126,7 @@ class Args:
     """no training, play --eval-episodes games: with a checkpoint, a run folder, or "latest" """
     render: bool = False
     """with --evaluate: play one game in the terminal"""
-    eval_every: float = 30.0
+    eval_every: float = 60.0
     """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
     eval_episodes: int = 1_000
     """games of the final evaluation"""
@@ -154,7 +154,7 @@ HIGHEST = {
 def fill_defaults(args: Args, device: torch.device) -> Args:
     """Fills in the defaults of `args`. Ends the program if a flag cannot work."""
     if args.num_envs is None:
-        args.num_envs = 16_384 if device.type == "cuda" else 128
+        args.num_envs = 16_384 if device.type == "cuda" else 256
     if args.threads is None:
         args.threads = min(torch.get_num_threads(), 8)
     if args.max_seconds is None and args.total_timesteps is None:

@@ -1,11 +1,9 @@
 """Stable-Baselines3's agents learn, with the same games, networks and losses as ours."""
 
-import gymnasium
 import pytest
 import torch
 from benchmark_helpers import CPU
 
-import dqn_mario_async
 import ppo_metta
 from benchmarks import metta_parts, sb3_peers
 from envs.snake.rules import SnakeEnv
@@ -32,17 +30,6 @@ def test_view_and_actions_are_those_of_dqn_snake() -> None:
         if terminated:
             env.reset()
     assert mirrored == {0, 1}
-
-
-def test_mario_network_is_ours_without_its_head() -> None:
-    torch.manual_seed(1)
-    args = dqn_mario_async.Args(dueling=False)
-    ours, space = dqn_mario_async.QNetwork(args), gymnasium.spaces.Box(0, 255, (4, 84, 84), "uint8")
-    theirs = sb3_peers.MarioView(space)
-    theirs.trunk.load_state_dict({k: v for k, v in ours.state_dict().items() if "head" not in k})
-    obs = torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
-    seen = obs.float()
-    assert torch.equal(ours.head(theirs(seen)), ours(obs)) and torch.equal(seen, obs.float())
 
 
 def test_arena_gradients_are_ours() -> None:

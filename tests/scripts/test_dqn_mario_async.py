@@ -442,13 +442,6 @@ def test_a_lone_game_explores_like_all_of_them_one_episode_after_the_other() -> 
     assert len(set.union(*by_episode.values())) == len(by_episode)
 
 
-def test_he_initialisation() -> None:
-    q_network = QNetwork(args_of(size=84, channels=32, hidden_size=512))
-    for layer in (q_network.conv1, q_network.conv2, q_network.conv3, q_network.hidden):
-        assert layer.weight.std().item() == pytest.approx((2 / layer.weight[0].numel()) ** 0.5, rel=0.05)
-        assert not layer.bias.any()
-
-
 def values_of(weights: dict[str, torch.Tensor], obs: torch.Tensor) -> torch.Tensor:
     """The network written out, in double precision."""
     x = obs.double() / 255
