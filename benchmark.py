@@ -27,7 +27,7 @@ Suites, their tables, and their time on two cores:
     switches: every switch of dqn_snake.py                                              40 minutes
     scaling: cost of a step as games, batch, board and agents grow                      30 minutes
     learn: score of dqn_snake.py after two and ten minutes                             40 minutes
-    ppo-snake: ppo-snake-learn, ppo-snake-6x6, ppo-snake-20x20, ppo-snake-speed: score and full
+    ppo-snake: ppo-snake-learn, ppo-snake-learn-600, ppo-snake-6x6, ppo-snake-20x20, ppo-snake-speed: score and full
         boards of ppo_snake.py by time and board size; speed by number of games        2.5 hours
     snake-recipes: snake-recipe, snake-peer, snake-peer-600, snake-peer-steps: parts of ppo_snake.py's recipe left out,
         and all of them in SB3's PPO, after minutes and after steps                     90 minutes

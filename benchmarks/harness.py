@@ -39,7 +39,7 @@ SUITES = {
     "switches": ["switches"],
     "scaling": ["scaling"],
     "learn": ["learn"],
-    "ppo-snake": ["ppo-snake-learn", "ppo-snake-6x6", "ppo-snake-20x20", "ppo-snake-speed"],
+    "ppo-snake": ["ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6", "ppo-snake-20x20", "ppo-snake-speed"],
     "snake-recipes": ["snake-recipe", "snake-peer", "snake-peer-600", "snake-peer-steps"],
     "ranks": ["ranks"],
     "time-to-score": ["time-to-score"],
@@ -51,6 +51,7 @@ SUITES = {
 SUITES["all"] = [name for names in SUITES.values() for name in names]
 SUITES["headline"] = [
     "ppo-snake-learn",
+    "ppo-snake-learn-600",
     "snake-peer",
     "snake-peer-steps",
     "learn",

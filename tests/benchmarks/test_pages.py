@@ -80,7 +80,7 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
     if name == "scaling":
         rounds = [{str(cell["value"]): cell["runs"]} for cell in found["cells"]]
         return {"harness.alternate": alternate(*rounds), "harness.free_gib": lambda device: math.inf}
-    if name in ("learn", "metta-presets", "ppo-snake-learn", "ppo-snake-6x6", "ppo-snake-20x20"):
+    if name in ("learn", "metta-presets", "ppo-snake-learn", "ppo-snake-learn-600", "ppo-snake-6x6", "ppo-snake-20x20"):
         return {"harness.run": runs(*found["runs"]), "harness.eval_curve": lambda folder: []}
     if name == "ppo-snake-speed":
         games = found["games"]
