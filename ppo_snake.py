@@ -5,8 +5,8 @@
     python ppo_snake.py --evaluate latest --render  # watch the last agent play
     torchrun --nproc-per-node 2 ppo_snake.py        # two processes train one policy
 
-On two CPU cores the agent eats 56 of 97 food per game after one minute and 74 after two. After ten minutes it fills
-three of four boards (benchmarks.md).
+On two slow CPU cores the agent eats 78 of 97 food per game after two minutes. After ten minutes it fills nine of ten
+boards (benchmarks/pages/ppo-snake.md).
 
 How to read it: `Agent` is the network, `gae` and `ppo_loss` are the algorithm, and `train` runs it from top to bottom.
 """

@@ -104,7 +104,7 @@ def ppo_snake_20x20(options: Options, device: torch.device) -> tuple[str, dict]:
     """,
 )
 def ppo_snake_speed(options: Options, device: torch.device) -> tuple[str, dict]:
-    widths = (16, 256) if options.fast else (1, 16, 256, 1024, 4096)
+    widths = (16, 128) if options.fast else (1, 16, 128, 1024, 4096)
     base = f"{SPEED_RUN} --max-seconds {5 if options.fast else 8}"
     calls = {width: partial(harness.run, f"{base} --num-envs {width}", options, "ppo_snake.py") for width in widths}
     seconds = 0.3 if options.fast else 1

@@ -3,7 +3,6 @@
 import subprocess
 
 import pytest
-from benchmark_helpers import PROJECT
 
 from benchmarks import harness
 from benchmarks.harness import Options
@@ -43,12 +42,3 @@ def test_runs_have_names_of_their_own_and_their_peak_memory(monkeypatch, tmp_pat
     found = [harness.run("", Options(device="cpu")) for _ in range(3)]
     assert len(set(names)) == 3 and {one["peak_memory_gib"] for one in found} == {1.5}
     assert found[0]["train_fraction"] == 0.75
-
-
-@pytest.mark.slow
-def test_a_real_run_is_measured(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(harness, "ROOT", PROJECT)
-    monkeypatch.setattr(harness, "run_folder", lambda name: tmp_path / name)
-    flags = f"--run-dir {tmp_path} --board 5x5 --num-envs 8 --total-timesteps 512 --num-steps 8 --num-minibatches 2"
-    one = harness.run(f"{flags} --eval-every 0 --eval-episodes 1 --threads 1", Options(device="cpu"), "ppo_snake.py")
-    assert one["env_steps"] == 512 and 0.1 < one["peak_memory_gib"] < 4
