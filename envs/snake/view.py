@@ -49,7 +49,7 @@ class EgocentricView:
         self._make_sources(device)
         self._make_feature_source(device)
         self._make_rotations(device)
-        self._make_steps(device)
+        self._make_padded_board(device)
 
     def _make_sources(self, device: torch.device) -> None:
         """(cells, sources): weights of the cells in each source. A source is a cell, a block (sum / BLOCK), or zero."""
@@ -98,7 +98,8 @@ class EgocentricView:
         row_fits = (row >= 0) & (row < rows)
         column_fits = (column >= 0) & (column < columns)
         cell = row * columns + column
-        return cell, row_fits & column_fits
+        is_inside = row_fits & column_fits
+        return cell, is_inside
 
     def _make_rotations(self, device: torch.device) -> None:
         """Moves, codes, cell features and positions on the rotated board, by orientation."""
@@ -118,11 +119,13 @@ class EgocentricView:
         self.move = move.to(device)  # (orientation, turn): 0 left, 1 ahead, 2 right
         code = torch.arange(NUM_CODES)
         direction = (code - BODY) % 4
-        snake_code = code - direction + turn(direction)
+        turned_direction = turn(direction)
+        snake_code = code - direction + turned_direction
         turned_code = torch.where(code < BODY, code, snake_code)
         self.turned_code = turned_code.to(device)
 
-        cell_features = torch.tensor(CELL_FEATURES).float()[turned_code]
+        features_of_code = torch.tensor(CELL_FEATURES).float()
+        cell_features = features_of_code[turned_code]
         cell_features = cell_features.flatten(0, 1)
         self.cell_features = cell_features.to(device)
 
@@ -131,14 +134,19 @@ class EgocentricView:
         turned_index = index_step @ self.cells.T
         self.turned_index = turned_index.to(device)  # (orientation, cell)
 
-    def _make_steps(self, device: torch.device) -> None:
-        """Cell numbers on a board with a border around it, and what each move adds to them."""
+    def _make_padded_board(self, device: torch.device) -> None:
+        """Cells of the board with a border around it, and what each move adds to their numbers."""
         rows, columns = self.board
-        self.border_steps = [row * (columns + 2) + column for row, column in MOVES]
-        self.border_step = torch.tensor(self.border_steps, device=device)
-        self.border_cell = torch.arange((rows + 2) * (columns + 2), device=device)
-        inside = self.border_cell.view(rows + 2, columns + 2)[1:-1, 1:-1]
-        self.inside = inside.flatten()
+        row, column = self.cells.unbind(1)
+        width = columns + 2
+        padded_cell = (row + 1) * width + column + 1
+        self.padded_cell = padded_cell.to(device)
+        self.padded_steps = [row * width + column for row, column in MOVES]
+        padded_step = torch.tensor(self.padded_steps, device=device)
+        self.padded_step = padded_step[:, None]
+        is_inside = torch.zeros((rows + 2) * width, 1, dtype=torch.int32)
+        is_inside[padded_cell] = 1
+        self.is_inside = is_inside.to(device)
 
     def locate(self, obs: Tensor) -> tuple[Tensor, ...]:
         """Codes (B, cells), orientation, head cell, position of cell 0, and position of the food (all (B,))."""
@@ -149,7 +157,8 @@ class EgocentricView:
         is_food = codes == FOOD
         food = is_food.int().argmax(1)
         head_code = codes.gather(1, head[:, None])
-        heading = head_code.squeeze(1).int() - HEAD
+        head_code = head_code.squeeze(1)
+        heading = head_code.int() - HEAD
         orientation = 2 * heading
         food_index = self.turned_index[orientation, food]
         head_index = self.turned_index[orientation, head]
@@ -165,16 +174,18 @@ class EgocentricView:
         codes, orientation, head, _, food_position = self.locate(obs)
         first_row = NUM_CODES * orientation[:, None]
         cell_features = F.embedding(codes + first_row, self.cell_features)
-        all_features = cell_features.mT.contiguous() @ self.sources  # one matmul instead of B
+        cell_features = cell_features.mT.contiguous()  # so that one matmul does what would be B
+        source_features = cell_features @ self.sources
         source = self.feature_source[orientation, head]
-        source = source.long()[:, None]
+        source = source.long().unsqueeze(1)
         source = source.expand(-1, 3, -1)
-        features = all_features.gather(2, source)
+        features = source_features.gather(2, source)
         reached = self.reached(obs, head)
-        move = self.move[orientation][:, :, None]
-        reached = reached.gather(1, move.expand_as(reached[:, :3]))
-        features = torch.cat([features, reached], 2)
-        return orientation, features, food_position
+        move = self.move[orientation].unsqueeze(2)
+        move = move.expand(-1, -1, 3)
+        reached = reached.gather(1, move)
+        all_features = torch.cat([features, reached], 2)
+        return orientation, all_features, food_position
 
     def reached(self, obs: Tensor, head: Tensor) -> Tensor:
         """(B, move, 3): what the snake can get to after each move. `head` (B,): cell of the head in `obs`.
@@ -182,45 +193,64 @@ class EgocentricView:
         The share of the free cells, and whether its tail and the food are among them. The tail counts as free: it moves
         on, so a snake that can get to its tail is not trapped.
         """
-        codes = F.pad(obs, (1, 1, 1, 1), value=NUM_CODES).flatten(1)
-        is_body = (codes >= BODY) & (codes < HEAD)
-        direction = (codes.long() - BODY) % 4
-        next_cell = self.border_cell + self.border_step[direction]
-        is_followed = torch.zeros_like(is_body).scatter_(1, next_cell * is_body, True)
-        is_tail = (codes >= BODY) & (codes < NUM_CODES) & ~is_followed
-        is_free = (codes < BODY) | is_tail
+        cells_first = obs.permute(1, 2, 0)
+        border = (0, 0, 1, 1, 1, 1)
+        padded = F.pad(cells_first, border)
+        codes = padded.flatten(0, 1)  # (padded cells, B)
+        is_followed = torch.zeros_like(codes, dtype=torch.bool)
+        for move, step in enumerate(self.padded_steps):
+            points_there = codes == BODY + move
+            is_followed |= points_there.roll(step, 0)
+        is_free = self.is_inside * ~is_followed  # the tail is the part of the snake that nothing points to
         label = self.connect(is_free)
 
-        size = torch.zeros_like(label).scatter_add_(1, label, is_free.long())
-        next_cell = self.inside[head][:, None] + self.border_step
-        there = label.gather(1, next_cell)
-        share = size.gather(1, there) / is_free.sum(1, keepdim=True)
-        tail = label.gather(1, is_tail.int().argmax(1, keepdim=True))
-        food = label.gather(1, (codes == FOOD).int().argmax(1, keepdim=True))
-        return torch.stack([share, there == tail, there == food], 2)
+        free = is_free.flatten()
+        flat_label = label.flatten()
+        size = torch.zeros_like(free)
+        size.scatter_add_(0, flat_label.long(), free)
+        head_cell = self.padded_cell[head]
+        next_cell = head_cell + self.padded_step
+        there = label.gather(0, next_cell)  # (move, B)
+        share = size[there] / is_free.sum(0)
+        is_snake = codes >= BODY
+        is_food = codes == FOOD
+        tail = (label * is_snake).amax(0)
+        food = (label * is_food).amax(0)
+        has_tail = there == tail
+        has_food = there == food
+        reached = torch.stack([share, has_tail, has_food], 2)
+        return reached.transpose(0, 1)
 
     def connect(self, is_free: Tensor) -> Tensor:
-        """Labels (B, cells with border): equal in cells that are connected, 0 in those that are not free.
+        """int32 labels (padded cells, B): equal in free cells that are connected, 0 in the others.
 
-        A label is the highest number of its cells. FastSV (Zhang et al. 2020) in a fixed number of rounds: to ask
-        whether another is needed, a GPU would have to wait for the CPU. A labyrinth of one path takes as many.
+        A label is the highest number of its cells, counted over all boards. `is_free`: int32 (padded cells, B).
+        FastSV (Zhang et al. 2020) in a fixed number of rounds: to ask whether another is needed, a GPU would have to
+        wait for the CPU. A labyrinth of one path takes as many.
         """
-        label = self.border_cell * is_free
-        for _ in range(len(self.cells).bit_length() - 1):
-            best = label
-            for step in self.border_steps:
-                best = best.maximum(label.roll(step, 1))
-            best = best * is_free
-            label = label.scatter_reduce(1, label, best, "amax")
+        num_boards = is_free.shape[1]
+        width = self.board[1] + 2
+        free = is_free.flatten()
+        label = torch.arange(len(free), dtype=torch.int32, device=free.device)
+        label = label * free
+        num_rounds = len(self.cells).bit_length() - 1
+        for _ in range(num_rounds):
+            best = label.clone()
+            for step in (num_boards, num_boards * width):
+                best[step:].clamp_(min=label[:-step])
+                best[:-step].clamp_(min=label[step:])
+            best *= free
+            label = label.scatter_reduce(0, label.long(), best, "amax")
             label = label.maximum(best)
-            label = label.gather(1, label)
-        return label
+            label = label.index_select(0, label)
+        return label.view_as(is_free)
 
     def tokens(self, obs: Tensor) -> tuple[Tensor, ...]:
         """Orientation (B,), rotated codes and positions (B, cells), head cell (B,) and food position (B,) of `obs`."""
         codes, orientation, head, origin, food_position = self.locate(obs)
         board_orientation = orientation[:, None]
-        turned_codes = self.turned_code[board_orientation, codes.int()]
+        codes = codes.int()
+        turned_codes = self.turned_code[board_orientation, codes]
         positions = origin[:, None] + self.turned_index[orientation]
         return orientation, turned_codes, positions, head, food_position
 
