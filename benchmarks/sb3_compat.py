@@ -12,8 +12,8 @@ from dotenv import set_key
 
 from benchmarks import harness
 from benchmarks.harness import SPEED_RUN, Options, column, fail, ratios
-from benchmarks.report import markdown_table, median_min_max, peak_gib, table
-from benchmarks.sb3_peers import sb3_agent, sb3_rate
+from benchmarks.report import markdown_table, median_min_max, peak_gib, percent_min_max, table
+from benchmarks.sb3_peers import FOREVER, sb3_agent, sb3_rate
 
 SCRIPT = "dqn_snake_sb3_compat.py"
 
@@ -23,7 +23,7 @@ SCRIPT = "dqn_snake_sb3_compat.py"
     caption="""
     Env steps per second of `dqn_snake_sb3_compat.py` and Stable-Baselines3: same game, network, batch 32, train_freq 4.
 
-    "×" is ours / the faster SB3, per round.
+    "×" is ours / the faster SB3, per round. Without updates the agent only plays and stores: a bound for `--compile`.
     """,
 )
 def sb3_speed(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -32,7 +32,7 @@ def sb3_speed(options: Options, device: torch.device) -> tuple[str, dict]:
         cases = cases[::3]
     seconds = 2 if options.fast else 5
     agent = {"name": "SB3's DQN, defaults", "device": device.type}
-    header = ["game, number", "ours", "ours, `--compile`", "SB3, 1 thread", "SB3, all threads"]
+    header = "game, number | ours | ours, `--compile` | without updates | SB3, 1 thread | SB3, all threads"
     rows = []
     raw = {}
     compared = {}
@@ -40,11 +40,13 @@ def sb3_speed(options: Options, device: torch.device) -> tuple[str, dict]:
         base = f"{SPEED_RUN} --env-id {env_id} --num-envs {num_envs} --exploration-initial-eps 0.05"
         eager = f"{base} --max-seconds {seconds}"
         compiled = f"{base} --max-seconds {seconds + 5} --compile"  # compiling takes 5 s and is not counted
+        playing = f"{eager} --learning-starts {FOREVER}"
         game = {"env_id": env_id, "num_envs": num_envs, "seconds": seconds}
         cores = torch.get_num_threads()
         calls = {
             "ours": partial(harness.run, eager, options, SCRIPT),
             "ours, `--compile`": partial(harness.run, compiled, options, SCRIPT),
+            "without updates": partial(harness.run, playing, options, SCRIPT),
             "SB3, 1 thread": partial(harness.in_subprocess, sb3_rate, threads=1, **game, **agent),
             "SB3, all threads": partial(harness.in_subprocess, sb3_rate, threads=cores, **game, **agent),
         }
@@ -54,12 +56,13 @@ def sb3_speed(options: Options, device: torch.device) -> tuple[str, dict]:
         eager_times = ratios(rates["ours"], fastest)
         compiled_times = ratios(rates["ours, `--compile`"], fastest)
         case = f"{env_id}, {num_envs}"
-        times = [median_min_max(eager_times, 1), median_min_max(compiled_times, 1)]
+        shares = ratios(rates["ours, `--compile`"], rates["without updates"])
+        times = [median_min_max(eager_times, 1), median_min_max(compiled_times, 1), percent_min_max(shares)]
         rows.append([case, *map(median_min_max, rates.values()), *times])
         raw[case] = rates
         compared[case] = eager_times
         compared[f"{case}, --compile"] = compiled_times
-    text = markdown_table(" | ".join([*header, "×", "× with `--compile`"]), rows)
+    text = markdown_table(f"{header} | × | × with `--compile` | of the bound", rows)
     return text, {"rates": raw, "ratios": compared}
 
 
