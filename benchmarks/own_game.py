@@ -1,7 +1,6 @@
 """Copies of the scripts that play CartPole, as benchmarks/pages/own-game.md makes them, and Stable-Baselines3's PPO."""
 
 import re
-import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,19 @@ DIFFS = {name: ROOT / f"benchmarks/pages/my_{name}.diff" for name in ("ppo", "dq
 
 def copied_script(name: str, folder: str | Path) -> str:
     """Path of my_`name`.py in `folder`."""
+    original = ROOT / f"{name}_snake.py"
     script = Path(folder, f"my_{name}.py")
-    script.write_text((ROOT / f"{name}_snake.py").read_text())
+    script.write_text(original.read_text())
     subprocess.run(["git", "apply", DIFFS[name]], cwd=folder, check=True)
     return str(script)
 
 
 def page_flags(name: str, env_id: str = "CartPole-v1") -> str:
     """Flags of the page's command of my_`name`.py for that game."""
-    flags = re.search(rf"python my_{name}\.py (--env-id {env_id} (?:[^\n]*\\\n)*[^\n]*)", PAGE)[1]
-    return " ".join(shlex.split(flags.replace("\\\n", " ")))
+    page = PAGE.replace("\\\n", " ")
+    command = rf"python my_{name}\.py (--env-id {env_id} .*)"
+    flags = re.search(command, page)[1]
+    return " ".join(flags.split())
 
 
 def mean_points(model: Any) -> float:
@@ -38,7 +40,8 @@ def mean_points(model: Any) -> float:
     playing = torch.ones(20, dtype=torch.bool)
     while playing.any():
         action, _ = model.predict(obs.numpy(), deterministic=True)
-        obs, _, terminated, truncated, info = games.step(torch.as_tensor(action))
+        action = torch.as_tensor(action)
+        obs, _, terminated, truncated, info = games.step(action)
         first_end = playing & (terminated | truncated)
         score[first_end] = info["score"][first_end]
         playing &= ~first_end
@@ -54,7 +57,18 @@ def sb3_cartpole_curve(name: str, seed: int, seconds: float, every: float, goal:
 
     def make_model() -> PPO:
         games = make_vec_env("CartPole-v1", 8, seed=seed)
-        flags = {"n_steps": 32, "batch_size": 256, "n_epochs": 20, "learning_rate": 1e-3, "gamma": 0.98}
-        return PPO("MlpPolicy", games, gae_lambda=0.8, ent_coef=0, seed=seed, device="cpu", **flags)
+        return PPO(
+            "MlpPolicy",
+            games,
+            n_steps=32,
+            batch_size=256,
+            n_epochs=20,
+            learning_rate=1e-3,
+            gamma=0.98,
+            gae_lambda=0.8,
+            ent_coef=0,
+            seed=seed,
+            device="cpu",
+        )
 
     return learning_curve(make_model, mean_points, seconds, every, goal)

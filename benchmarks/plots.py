@@ -45,13 +45,15 @@ def draw_throughput(device: torch.device) -> None:
     env = read_results("env", device)
     if env:
         for name, label in GAMES_ALONE.items():
-            rates = medians(zip(*env["rates"][name]))
+            rounds = env["rates"][name]
+            rates = medians(zip(*rounds))
             widths = env["widths"][: len(rates)]
             lines.append((label, widths, rates))
     act = read_results("act", device)
     if act:
         ours = act["rates"].pop("ours")
-        rates = medians(zip(*ours))
+        ours_by_width = zip(*ours)
+        rates = medians(ours_by_width)
         lines.append(("game and network", act["widths"], rates))
         widths = [int(width) for width in act["rates"]]
         rates = medians(act["rates"].values())
@@ -77,9 +79,12 @@ def draw_throughput(device: torch.device) -> None:
 def draw_time_to(goal: str, device: torch.device) -> None:
     game, score, script = GAMES[goal]
     lines = []
-    for label, curves in read_results(f"time-to-{goal}", device).get("curves", {}).items():
+    results = read_results(f"time-to-{goal}", device)
+    for label, curves in results.get("curves", {}).items():
+        label = label.replace("ours", script)
         for curve in curves:
-            lines.append((label.replace("ours", script), *zip(*curve)))
+            seconds, scores = zip(*curve)
+            lines.append((label, seconds, scores))
     title = f"{game}: {script} and Stable-Baselines3, median and range"
     axes = {"xlabel": "seconds of training", "xscale": "log", "ylabel": f"mean {score}"}
     save_plot(f"time-to-{goal}", device, lines, title=title, **axes)
@@ -89,22 +94,28 @@ def draw_learning(device: torch.device) -> None:
     """Both scripts and Stable-Baselines3 at its defaults."""
     lines = []
     for table, label in ("ppo-snake-learn-600", "ppo_snake.py"), ("learn", "dqn_snake.py"):
-        for one in read_results(table, device).get("runs", []):
+        results = read_results(table, device)
+        for one in results.get("runs", []):
             if "--max-seconds 600 --seed" in one["flags"]:
-                lines.append((label, *zip(*one["curve"])))
-    for label, curves in read_results("time-to-score", device).get("curves", {}).items():
+                seconds, scores = zip(*one["curve"])
+                lines.append((label, seconds, scores))
+    results = read_results("time-to-score", device)
+    for label, curves in results.get("curves", {}).items():
         if label in ("SB3's DQN, defaults", "SB3's PPO, defaults"):
             points = [point for point in curves[0] if point[0] <= 600]
-            lines.append((label, *zip(*points)))
+            seconds, scores = zip(*points)
+            lines.append((label, seconds, scores))
     axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
     save_plot("learning", device, lines, title="Snake: food by training time, median and range", **axes)
 
 
 def draw_same_recipe(device: torch.device) -> None:
     lines = []
-    for label, runs in read_results("snake-peer-600", device).get("runs", {}).items():
+    results = read_results("snake-peer-600", device)
+    for label, runs in results.get("runs", {}).items():
         for one in runs:
-            lines.append((label, *zip(*one["curve"])))
+            seconds, scores = zip(*one["curve"])
+            lines.append((label, seconds, scores))
     title = "Snake: ppo_snake.py and Stable-Baselines3's PPO with the same recipe, median and range"
     axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
     save_plot("same-recipe", device, lines, title=title, **axes)

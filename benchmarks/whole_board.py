@@ -13,9 +13,14 @@ class WholeBoard:
     def __init__(self, board: tuple[int, int], device: torch.device) -> None:
         rows, columns = board
         self.num_features = 4 * rows * columns  # times 3 are 12 numbers a cell, of which the codes use 10
-        self.move = torch.arange(4, device=device)[None]
+        moves = torch.arange(4, device=device)
+        self.move = moves[None]
 
     def features(self, obs: Tensor) -> tuple[Tensor, ...]:
-        nowhere = torch.zeros(len(obs), dtype=torch.int64, device=obs.device)
-        one_hot = F.one_hot(obs.flatten(1).long(), 12).float()
-        return nowhere, one_hot.view(len(obs), 3, -1), nowhere
+        codes = obs.flatten(1)
+        codes = codes.long()
+        nowhere = torch.zeros_like(codes[:, 0])
+        one_hot = F.one_hot(codes, 12)
+        one_hot = one_hot.float()
+        features = one_hot.view(len(obs), 3, -1)
+        return nowhere, features, nowhere

@@ -23,8 +23,12 @@ class GymnasiumBatch:
     """
 
     def __init__(self, env_id: str, num_envs: int, device: torch.device | str = "cpu", seed: int = 0) -> None:
-        same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
-        self.envs = gymnasium.make_vec(env_id, num_envs, vectorization_mode="sync", vector_kwargs=same_step)
+        self.envs = gymnasium.make_vec(
+            env_id,
+            num_envs,
+            vectorization_mode="sync",
+            vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
+        )
         shape = self.envs.observation_space.shape
         self.seed = seed
         self.device = torch.device(device)
@@ -34,34 +38,41 @@ class GymnasiumBatch:
         self.length = np.zeros(num_envs)
         self.finished = torch.zeros(4, device=device)
 
-    def _tensor(self, array: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.as_tensor(array).to(self.device, dtype)
+    def _floats(self, array: np.ndarray) -> Tensor:
+        return torch.as_tensor(array, dtype=torch.float32, device=self.device)
 
     def reset(self) -> Tensor:
         obs, _ = self.envs.reset(seed=self.seed)
-        self.obs.copy_(self._tensor(obs))
+        self.obs.copy_(self._floats(obs))
         self.score[:] = 0
         self.length[:] = 0
         return self.obs
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        obs, reward, terminated, truncated, info = self.envs.step(action.cpu().numpy())
-        self.obs.copy_(self._tensor(obs))
+        action = action.cpu().numpy()
+        obs, reward, terminated, truncated, info = self.envs.step(action)
+        self.obs.copy_(self._floats(obs))
         self.final_obs.copy_(self.obs)
         self.score += reward
         self.length += 1
-        score = self._tensor(self.score)
+        score = self._floats(self.score)
+        reward = self._floats(reward)
         done = terminated | truncated
         if done.any():
+            lanes = torch.as_tensor(done, device=self.device)
             final_obs = np.stack(info["final_obs"][done])
-            self.final_obs[self._tensor(done, torch.bool)] = self._tensor(final_obs)
-            finished = [done.sum(), self.score[done].sum(), self.length[done].sum(), self.score[done].sum()]
-            self.finished += self._tensor(np.array(finished))
+            self.final_obs[lanes] = self._floats(final_obs)
+            num_games = done.sum()
+            total_score = self.score @ done
+            total_length = self.length @ done
+            totals = np.array([num_games, total_score, total_length, total_score])
+            self.finished += self._floats(totals)
             self.score[done] = 0
             self.length[done] = 0
+        terminated = torch.as_tensor(terminated, device=self.device)
+        truncated = torch.as_tensor(truncated, device=self.device)
         info = {"final_obs": self.final_obs, "score": score}
-        ends = (self._tensor(ended, torch.bool) for ended in (terminated, truncated))
-        return self.obs, self._tensor(reward), *ends, info
+        return self.obs, reward, terminated, truncated, info
 
     def state_dict(self) -> dict[str, Any]:
         return {}
