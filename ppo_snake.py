@@ -126,7 +126,7 @@ class Args:
     render: bool = False
     """with --evaluate: play one game in the terminal"""
     eval_every: float = 60.0
-    """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
+    """seconds between evaluations on a tenth of --eval-episodes, or more if they are slow (0: none)"""
     eval_episodes: int = 1_000
     """games of the final evaluation"""
     log_every: float = 2.0
@@ -783,7 +783,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     scores = {}
     log({"perf/warmup_s": time.perf_counter() - start_time})
     start_time = time.perf_counter()  # the warm-up does not count
-    seconds = last_log = last_eval = last_checkpoint = seconds_before
+    seconds = last_log = last_checkpoint = seconds_before
+    next_eval = seconds_before + args.eval_every
     if RANKS > 1:
         save()  # torchrun --max-restarts can resume from the start
     while True:
@@ -848,12 +849,14 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             timer.lap("log")
         if is_last:
             break
-        if args.eval_every and seconds >= last_eval + args.eval_every:
+        if args.eval_every and seconds >= next_eval:
+            eval_start = seconds
             if RANK == 0:
                 scores = evaluate(agent, args, max(args.eval_episodes // 10, 1), device)
                 log(scores)
             seconds, stop = clock()
-            last_eval = seconds  # the interval is from the end of one to the start of the next
+            # From the end of one to the start of the next. Evaluations take a tenth of the time at most.
+            next_eval = seconds + max(args.eval_every, 9 * (seconds - eval_start))
         if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every:
             last_checkpoint = seconds
             save()

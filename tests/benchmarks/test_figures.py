@@ -69,7 +69,7 @@ def figures() -> list[str]:
     one, two = (f"{statistics.median(ratios):.2f}" for ratios in results("mario-async")["ratios"].values())
     phrases.append(f"{one} times one thread in turn, {two} times two")
     assert {one["eval_flags"] for one in results("mario-learn")["runs"]} == {1.0}
-    (commit,) = {results(name)["commit"] for name in ("ppo-snake-learn", "ppo-snake-learn-600", "sb3-speed")}
+    (commit,) = {results(name)["commit"] for name in ("ppo-snake-learn", "ppo-snake-learn-600", "learn", "sb3-speed")}
     phrases.append(f"of commit {commit} on")
     flags = [100 * one["eval_flags"] for one in results("mario-real")["runs"]]
     phrases.append(f"the real 1-1 in {low_to_high(flags)} %")

@@ -585,7 +585,7 @@ def test_help_shows_every_flag(script, capsys) -> None:
 
 @ONE_FAST
 def test_evaluation_does_not_count_into_speed(script, monkeypatch) -> None:
-    """And --eval-every is the time from the end of one to the start of the next."""
+    """And --eval-every is the time from the end of one to the start of the next; in ppo_snake.py it may be longer."""
     now = 0.0
     times = []
 
@@ -604,11 +604,11 @@ def test_evaluation_does_not_count_into_speed(script, monkeypatch) -> None:
     monkeypatch.setattr(time, "perf_counter", clock)
     fast = script.run(run_name="fast")[0]["env_steps_per_second"]
     monkeypatch.setattr(script.module, "evaluate", slow)
-    summary, _ = script.run(eval_every=0.2, total_timesteps=None, max_seconds=3.0)
+    summary, _ = script.run(eval_every=0.2, total_timesteps=None, max_seconds=8.0)
     assert summary["env_steps_per_second"] > fast / 1.5
-    assert 3 <= summary["wall_seconds"] < 5
+    assert 8 <= summary["wall_seconds"] < 10
     pauses = [start - end for end, start in zip(times[1:-2:2], times[2:-2:2])]  # without the final one
-    assert pauses and min(pauses) > 0.19
+    assert pauses and min(pauses) > (2.69 if script.name == "ppo_snake" else 0.19)  # nine times an evaluation
 
 
 @ONE_FAST
