@@ -3,7 +3,7 @@
     python ppo_metta.py                                        # ten minutes, then an evaluation and a GIF
     python ppo_metta.py --bf16 --cudagraph                     # on a GPU
     python ppo_metta.py --env-id mettagrid                     # the real MettaGrid, in worker processes
-    python ppo_metta.py --rnn mingru                           # agents with a memory: slower, and no better here
+    python ppo_metta.py --env-id MettaMemory-v0 --rnn mingru   # agents with a memory, which only this map rewards
     python ppo_metta.py --evaluate latest --render             # watch the last agents play
     torchrun --nproc-per-node 2 ppo_metta.py                   # two processes train one policy
 
@@ -51,7 +51,7 @@ from envs.playing import play_parallel, show_in_terminal, write_gif
 from envs.workers import LocalEnvs, SubprocEnvs, WorkerLost
 
 SCRIPT = Path(__file__).stem
-CHECKPOINT_VERSION = 7
+CHECKPOINT_VERSION = 8
 EVAL_SEED = 2**31  # above every --seed
 GIF_FRAMES = 300
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these four
@@ -80,8 +80,8 @@ class Args:
     """folder of all runs"""
 
     # Environment
-    env_id: Literal["MettaArena-v0", "MettaNavigation-v0", "mettagrid"] = "MettaArena-v0"
-    """arena or navigation of envs/metta/arena.py, or the real MettaGrid"""
+    env_id: Literal["MettaArena-v0", "MettaNavigation-v0", "MettaMemory-v0", "mettagrid"] = "MettaArena-v0"
+    """a game of envs/metta/arena.py, or the real MettaGrid"""
     num_envs: int | None = None
     """parallel games, over all processes (None: 128 on a CPU, 8192 on CUDA, 32 of the real MettaGrid)"""
     rewards: Literal["auto", "hearts", "shaped", "work"] = "auto"
@@ -107,7 +107,7 @@ class Args:
     # Algorithm
     learning_rate: float = 3e-3
     """Adam's learning rate"""
-    rnn: Literal["none", "mingru"] = "none"
+    rnn: Literal["none", "mingru", "gru", "lstm"] = "none"
     """memory of an agent"""
     network: Literal["token-bag", "box-cnn", "token-attention"] = "token-bag"
     """a linear layer over all tokens, two convolutions over a box of them, or attention between them"""
@@ -149,10 +149,6 @@ class Args:
     """value loss coefficient"""
     max_grad_norm: float = 0.5
     """maximum norm of the gradient"""
-    prio_alpha: float = 0.0
-    """exponent of the advantages by which segments are drawn (0: each once an epoch)"""
-    prio_beta0: float = 0.6
-    """initial exponent of their importance weights; 1 at the end"""
 
     # Speed
     bf16: bool = False
@@ -195,19 +191,17 @@ class Args:
 
 NOT_RESUMED = ["run_dir", "run_name", "env_config", "resume", "evaluate", "render", "video", "wandb"]
 MAY_BE_0 = ["seed", "eval_every", "checkpoint_every", "num_workers", "update_epochs", "gamma", "gae_lambda"]
-MAY_BE_0 += ["ent_coef", "end_ent_coef", "muon_learning_rate", "prio_alpha", "prio_beta0"]
+MAY_BE_0 += ["ent_coef", "end_ent_coef", "muon_learning_rate"]
 HIGHEST = {
     "gamma": 1,
     "gae_lambda": 1,
-    "prio_alpha": 1,
-    "prio_beta0": 1,
     "seed": EVAL_SEED - 1,
     "threads": 256,
     "num_workers": 1024,
     "eval_episodes": 100_000,
 }
-GAMES = ["MettaArena-v0", "MettaNavigation-v0", "mettagrid"]
-DEFAULTS = {  # of flags that are None or auto, by GAMES
+COLUMNS = {"MettaArena-v0": 0, "MettaNavigation-v0": 1, "MettaMemory-v0": 0, "mettagrid": 2}  # of DEFAULTS
+DEFAULTS = {  # of flags that are None or auto
     "vec_env": ("device", "device", "subproc"),
     "rewards": ("work", "shaped", "shaped"),
     "num_envs": (128, 128, 32),
@@ -265,7 +259,7 @@ def fill_defaults(args: Args, device: torch.device) -> Args:
         args.num_minibatches = 32 if args.num_minibatches is None else args.num_minibatches
     for name, defaults in DEFAULTS.items():
         if getattr(args, name) in (None, "auto"):
-            setattr(args, name, defaults[GAMES.index(args.env_id)])
+            setattr(args, name, defaults[COLUMNS[args.env_id]])
     if args.max_seconds is None and args.total_timesteps is None:
         args.max_seconds = 600.0
 
@@ -525,6 +519,20 @@ def mingru(x: Tensor, state: Tensor, episode_start: Tensor) -> tuple[Tensor, Ten
     return torch.stack(states), state
 
 
+def unroll(cell: nn.Module, x: Tensor, state: Tensor, episode_start: Tensor) -> tuple[Tensor, Tensor]:
+    """An nn.GRUCell or nn.LSTMCell over x (T, B, width), as `mingru`. The state of an LSTM is (B, 2 * width)."""
+    outputs = []
+    for x_t, start in zip(x.unbind(), episode_start.unbind()):
+        state = state * ~start[:, None]
+        if isinstance(cell, nn.LSTMCell):
+            output, memory = cell(x_t, state.chunk(2, 1))
+            state = torch.cat([output, memory], 1)
+        else:
+            output = state = cell(x_t, state)
+        outputs.append(output)
+    return torch.stack(outputs), state
+
+
 class Agent(nn.Module):
     """Policy and value of agents, with memory or without (then `state_size` is 0).
 
@@ -545,8 +553,13 @@ class Agent(nn.Module):
             self.encoder = BoxCNN(view)
         else:
             self.encoder = TokenAttention(view, width, args.sdpa)
-        self.state_size = width if args.rnn == "mingru" else 0
-        self.hidden = nn.Linear(self.encoder.num_outputs, width + self.state_size)  # mingru: gate and candidate
+        self.rnn = args.rnn
+        self.state_size = {"none": 0, "mingru": width, "gru": width, "lstm": 2 * width}[args.rnn]
+        self.hidden = nn.Linear(self.encoder.num_outputs, 2 * width if args.rnn == "mingru" else width)
+        if args.rnn in ("gru", "lstm"):
+            self.cell = (nn.GRUCell if args.rnn == "gru" else nn.LSTMCell)(width, width)
+            nn.init.orthogonal_(self.cell.weight_ih)
+            nn.init.orthogonal_(self.cell.weight_hh)
         self.heads = nn.Linear(width, games.num_actions + 1)  # the policy's logits, then the value
         nn.init.orthogonal_(self.heads.weight[:-1], 0.01)
         nn.init.orthogonal_(self.heads.weight[-1:], 1.0)
@@ -558,10 +571,13 @@ class Agent(nn.Module):
         tokens = tokens.flatten(0, 1)
         heading = self.view.heading(tokens)
         x = self.hidden(self.encoder(tokens, heading)).unflatten(0, steps_and_agents)
-        if self.state_size:
+        if self.rnn == "mingru":  # x are the gate and the candidate
             x, state = mingru(x, state, episode_start)
         else:
             x = F.relu(x)
+        if self.rnn in ("gru", "lstm"):
+            with torch.autocast(x.device.type, enabled=False):
+                x, state = unroll(self.cell, x.float(), state, episode_start)
         outputs = self.heads(x).float()
         logits = outputs[..., :-1]
         if self.view.orientation is not None:
@@ -691,11 +707,8 @@ class Learner:
     A rollout is `num_steps` steps of all agents, time first. A segment is `bptt_horizon` steps in a row of one agent.
     """
 
-    def __init__(
-        self, args: Args, game: Any, obs: Tensor, generator: torch.Generator, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, args: Args, game: Any, obs: Tensor, device: torch.device, dtype: torch.dtype) -> None:
         self.args = args
-        self.generator = generator
         # A fresh context for each forward pass: a longer one keeps using the weights as they were cast at its start.
         is_half = dtype != torch.float32
         self.autocast = partial(torch.autocast, device.type, dtype, enabled=is_half, cache_enabled=False)
@@ -727,7 +740,6 @@ class Learner:
         self.advantage = zeros(shape)
         self.segments = zeros((rows - 1) * num_agents // args.num_minibatches, dtype=torch.int64)  # of the minibatch
         self.ent_coef = torch.tensor(args.ent_coef, device=device)
-        self.prio_beta = torch.tensor(args.prio_beta0, device=device)
         self.loss_sum = zeros(len(LOSSES))  # since the last log
 
     def index(self) -> Tensor:
@@ -769,20 +781,11 @@ class Learner:
     def update(self) -> None:
         """On the minibatch `segments`."""
         args = self.args
-        if args.prio_alpha:  # draw other segments, without replacement, by the size of their advantages
-            size = self.advantage.unflatten(0, (-1, args.bptt_horizon)).abs().sum(1).flatten()
-            size = size + 0.01 * size.mean() + 1e-8  # a probability of 0 would make its importance weight infinite
-            priority = size**args.prio_alpha
-            probability = priority / priority.sum()
-            noise = torch.empty_like(probability).exponential_(generator=self.generator)
-            self.segments.copy_((probability / noise).topk(len(self.segments)).indices)
         index = self.index()
         mb_advantage = self.advantage.flatten()[index]
         if args.norm_adv:
             mb_advantage = mb_advantage - mean_over_ranks(mb_advantage.mean())
             mb_advantage = mb_advantage / (mean_over_ranks(mb_advantage.square().mean()).sqrt() + 1e-8)
-        if args.prio_alpha:
-            mb_advantage = mb_advantage * (len(probability) * probability[self.segments]) ** -self.prio_beta
         loss, means, value, ratio = self.minibatch_loss(index, mb_advantage)
         finite = loss.isfinite()  # others would reach all advantages of this rollout
         for stored, new in ((self.value.view(-1), value), (self.ratio.view(-1), ratio)):
@@ -1165,7 +1168,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         fail(f"--num-minibatches {args.num_minibatches}: must divide the {num_segments} segments of a rollout")
     envs = make_envs(args, device, global_step, game.obs.shape)
     generator = torch.Generator(device).manual_seed(games_seed(args.seed, global_step))
-    learner = Learner(args, game, envs.obs, generator, device, dtype)
+    learner = Learner(args, game, envs.obs, device, dtype)
     agent = learner.agent
     state = torch.zeros_like(learner.final_state)
     episode_start = torch.zeros_like(learner.done[0])  # whether an episode starts with `obs`
@@ -1349,13 +1352,12 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             learning_rate.fill_(args.learning_rate * decay)
             learner.muon.lr.fill_(args.muon_learning_rate * decay)
         learner.ent_coef.fill_(args.ent_coef + (args.end_ent_coef - args.ent_coef) * progress)
-        learner.prio_beta.fill_(args.prio_beta0 + (1 - args.prio_beta0) * progress)
         for _ in range(args.update_epochs):
             order = torch.rand(num_segments, generator=generator, device=device).argsort()
             for number, minibatch in enumerate(order.split(len(learner.segments))):
                 learner.segments.copy_(minibatch)
                 # With one segment per agent, drawn once an epoch, an update changes no later minibatch's advantages.
-                if number == 0 or args.bptt_horizon < args.num_steps or args.prio_alpha:
+                if number == 0 or args.bptt_horizon < args.num_steps:
                     learner.estimate_advantages()
                 learner.update()
         timer.lap("learn")

@@ -28,7 +28,7 @@ SUITES = {
     "snake": ["env", "act", "train", "update"],
     "sb3": ["sb3-speed", "sb3-learn", "sweep"],
     "metta": ["metta-env", "metta-hearts", "metta-speed", "metta-peer", "metta-subproc", "metta-presets"],
-    "metta-learn": ["metta-learn-arena", "metta-learn-navigation", "metta-learn-real"],
+    "metta-learn": ["metta-learn-arena", "metta-learn-navigation", "metta-learn-memory", "metta-learn-real"],
     "mario": ["mario-env", "mario-async", "mario-switches"],
     "smoke": ["smoke"],
     "bf16": ["bf16"],

@@ -13,7 +13,7 @@ from envs.mario.batch import MarioBatch
 from envs.mario.game import UNSEEN_LEVELS, MarioGame
 from envs.mario.real import SuperMarioBrosBatch
 from envs.metta.arena import MettaArena, Thing
-from envs.metta.rules import CARRY, FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE
+from envs.metta.rules import FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE
 from ppo_metta import rules_of
 
 
@@ -35,7 +35,7 @@ def metta_errands(arena: MettaArena, body: Thing) -> dict[Thing, int]:
         if can_put:
             errands[converter] = PUT
         for item in outputs:
-            if stock[item] and carried[item] < CARRY[item]:
+            if stock[item] and carried[item] < arena.rules.capacity[item]:
                 errands[converter] = GET
     return errands
 

@@ -69,8 +69,7 @@ COMBINATIONS = {
     ppo_metta: [
         {}, *HALF, {"rnn": "none"}, {"rnn": "none", "bf16": True}, {"muon_learning_rate": 0.0},
         {"network": "box-cnn"}, {"network": "token-attention", "rnn": "none"},
-        {"network": "token-attention", "bf16": True}, {"prio_alpha": 0.6},
-        {"prio_alpha": 0.6, "fp16": True, "update_epochs": 2},
+        {"network": "token-attention", "bf16": True}, {"rnn": "lstm", "fp16": True, "update_epochs": 2},
     ],
     dqn_mario_async: [
         {}, *HALF, {"accumulate": 2}, {"alpha": 0.0}, {"accumulate": 2, "bf16": True, "dueling": False, "n_step": 1},

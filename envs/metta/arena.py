@@ -21,7 +21,6 @@ from envs.metta.rules import (
     ARMOR,
     BACK,
     BUSY,
-    CARRY,
     CENTRE,
     COLOR,
     DRAW_CELL,
@@ -54,7 +53,6 @@ from envs.metta.rules import (
     TYPE,
     TYPE_IDS,
     VIEW,
-    WINDOW,
     Rules,
 )
 from envs.streams import integer_hash, lane_key
@@ -89,6 +87,7 @@ class MettaArena:
         if render_mode not in (None, "rgb_array", "ansi"):
             raise ValueError(f"render_mode {render_mode}: must be rgb_array or ansi")
         self.rules = Rules(**rules)
+        self.window = self.rules.window
         self.render_mode = render_mode
         self.lane = lane
         self.key = None
@@ -161,8 +160,11 @@ class MettaArena:
                     self._place(name, corner_row + row, corner_column + column)
 
     def _free_cells(self, instance: int) -> list[tuple[int, int]]:
-        """Cells (row, column) of an instance without terrain, in random order."""
+        """Cells (row, column) of an instance without terrain, in random order, or in that of the plan."""
         size = self.rules.size
+        if self.rules.plan:
+            cells = [divmod(cell, size) for cell in self.rules.plan_cells]
+            return self._mirrored(cells, instance)
         walls = self._terrain(instance) if self.rules.terrain else set()
         first_draw = DRAW_CELL + instance * size**2
         priority = {}
@@ -201,19 +203,25 @@ class MettaArena:
         """
         size = self.rules.size
         room = self._draw(DRAW_ROOM + instance)
-        walls = set()
+        walls = []
         for row in range(1, size - 1, 2):
             for column in range(1, size - 1, 2):
                 draw = self._draw(DRAW_PILLAR + instance * size**2 + row * size + column)
                 if draw % 16 < room % 14:  # the density of pillars is random, too
                     right = draw >> 4 & 1
-                    walls.add((row, column))
-                    walls.add((row + 1 - right, column + right))
+                    walls.append((row, column))
+                    walls.append((row + 1 - right, column + right))
+        return set(self._mirrored(walls, instance))
+
+    def _mirrored(self, cells: list[tuple[int, int]], instance: int) -> list[tuple[int, int]]:
+        """Cells (row, column) of an instance, mirrored at random."""
+        last = self.rules.size - 1
+        room = self._draw(DRAW_ROOM + instance)
         if room >> 8 & 1:
-            walls = {(size - 1 - row, column) for row, column in walls}
+            cells = [(last - row, column) for row, column in cells]
         if room >> 9 & 1:
-            walls = {(row, size - 1 - column) for row, column in walls}
-        return walls
+            cells = [(row, last - column) for row, column in cells]
+        return cells
 
     # --------------------------------------------------------------------------------------------------------- a step
 
@@ -355,7 +363,7 @@ class MettaArena:
         if action == GET:
             for item in recipe.outputs:
                 k = ITEMS.index(item)
-                number = self._give(converter, body, k, converter.inventory[k], CARRY[k])
+                number = self._give(converter, body, k, converter.inventory[k], self.rules.capacity[k])
                 stats[f"{item}.get"] += number
                 self.work_reward[i] += number * get_reward
                 total += number
@@ -414,7 +422,7 @@ class MettaArena:
             stats["attack.win"] += 1
             target_stats["attack.loss"] += 1
             for k, item in enumerate(ITEMS):
-                number = self._give(target, body, k, target.inventory[k], CARRY[k])
+                number = self._give(target, body, k, target.inventory[k], self.rules.capacity[k])
                 stats[f"{item}.stolen"] += number
                 target_stats[f"{item}.lost"] += number
         target.timer = self.rules.freeze
@@ -462,7 +470,7 @@ class MettaArena:
         reward = min(max(self.last_reward[i], 0), 255)
         header = (progress, *ACTIONS[self.last_action[i]], reward)
         tokens = [(CENTRE, EPISODE + n, value) for n, value in enumerate(header)]
-        for row, column in WINDOW:
+        for row, column in self.window:
             thing = self.grid[body.row + row][body.column + column]
             if thing:
                 position = (row + VIEW) << 4 | (column + VIEW)

@@ -18,6 +18,8 @@ from envs.metta.rules import (
 )
 from envs.streams import integer_hash
 
+NO_PIECE = 1 << 32  # sort key of a wall
+
 
 class MapMaker:
     """Draws the maps of many episodes at once.
@@ -42,6 +44,11 @@ class MapMaker:
         self.instance = torch.arange(rules.instances, device=device)[:, None]
         cell_number = torch.arange(self.cells.numel(), device=device)
         self.cell_number = cell_number.view(rules.instances, -1)
+        if rules.plan:
+            plan = torch.full((rules.size**2,), NO_PIECE, device=device)
+            cells = rules.plan_cells
+            plan[cells] = torch.arange(len(cells), device=device)
+            self.plan = plan.view(rules.size, rules.size)  # the order in which its cells get pieces
         self._make_pieces(device)
 
     def _make_pieces(self, device: torch.device) -> None:
@@ -89,12 +96,13 @@ class MapMaker:
         """Maps of the episodes with these keys (B,): codes (B, cells) uint8 and the agents' cells (B, agents) int64."""
         batch = len(key)
         key = key[:, None, None]
-        draw = integer_hash(key + DRAW_CELL + self.cell_number)
-        if self.rules.terrain:
-            walls = self._terrain(key)
+        if self.rules.plan:
+            sort_key = self._mirrored(self.plan, key)
+            walls = sort_key == NO_PIECE
         else:
-            walls = torch.zeros_like(draw, dtype=torch.bool)
-        sort_key = draw + (walls.long() << 32)  # cells with a wall come last
+            draw = integer_hash(key + DRAW_CELL + self.cell_number)
+            walls = self._terrain(key) if self.rules.terrain else torch.zeros_like(draw, dtype=torch.bool)
+            sort_key = draw + walls * NO_PIECE  # cells with a wall come last
         order = sort_key.argsort(dim=2, stable=True)
         num_pieces = len(self.piece_kind)
         piece_order = order[:, :, :num_pieces]
@@ -127,12 +135,17 @@ class MapMaker:
         is_right_wall = (draw >> 4 & 1).bool()
         right_walls = (pillars & is_right_wall).roll(1, 3)
         down_walls = (pillars & ~is_right_wall).roll(1, 2)
-        walls = pillars | right_walls | down_walls
+        return self._mirrored(pillars | right_walls | down_walls, key)
+
+    def _mirrored(self, rooms: Tensor, key: Tensor) -> Tensor:
+        """(B, R, S): the cells of `rooms` (..., size, size), mirrored at random."""
+        room = integer_hash(key + DRAW_ROOM + self.instance)
+        room = room[..., None]  # (B, R, 1, 1)
         flip_rows = (room >> 8 & 1).bool()
         flip_columns = (room >> 9 & 1).bool()
-        walls = torch.where(flip_rows, walls.flip(2), walls)
-        walls = torch.where(flip_columns, walls.flip(3), walls)
-        return walls.flatten(2)
+        rooms = torch.where(flip_rows, rooms.flip(-2), rooms)
+        rooms = torch.where(flip_columns, rooms.flip(-1), rooms)
+        return rooms.flatten(2)
 
 
 class SpareMaps:

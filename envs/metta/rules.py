@@ -19,7 +19,6 @@ ITEMS = (
 HEART = ITEMS.index("heart")
 ARMOR = ITEMS.index("armor")
 LASER = ITEMS.index("laser")
-CARRY = tuple(255 if item == "heart" else 50 for item in ITEMS)  # maximum in an agent's inventory
 
 ACTION_TYPES = {  # number of arguments
     "attack": 10,
@@ -164,7 +163,7 @@ FIRST_CONVERTER = 3
 # First numbers of an episode's random draws. There is one draw for each ...
 DRAW_CELL = 0  # cell
 DRAW_COUNT = 1 << 15  # instance and kind of object
-DRAW_ROOM = 1 << 16  # instance with terrain
+DRAW_ROOM = 1 << 16  # instance with terrain or a plan
 DRAW_PILLAR = 1 << 17  # cell with terrain
 DRAW_LENGTH = 1 << 19  # first episode
 DRAW_ORDER = 1 << 20  # step
@@ -196,6 +195,13 @@ class Rules:
     """walls between the instances, so that their agents cannot see or meet each other"""
     terrain: bool = False
     """random walls in each instance, from open field to labyrinth; all free cells are connected"""
+    plan: tuple[str, ...] = ()
+    """the map of an instance, mirrored at random, instead of random cells: "#" is a wall, "@" an agent, "." free, the
+    first letter of an object's name that object"""
+    view: int = VIEW
+    """cells that an agent sees in each direction, at most 5"""
+    carry: int = 50
+    """most items of a kind that an agent can carry; of hearts 255"""
     easy: bool = False
     """altar, armory and lasery need only one item"""
     rewards: str = "hearts"
@@ -229,10 +235,20 @@ class Rules:
             low, high = self.span(name)
             if not 0 <= low <= high:
                 raise ValueError(f"objects {name}={self.objects[name]}: must be a number or (low, high)")
+        if self.plan:
+            self._check_plan()
         self._check_space()
         if self.num_codes > 256:
             number = self.num_codes - FIRST_CONVERTER
             raise ValueError(f"{number} converters and agents in all instances: must be 253 or less")
+
+    def _check_plan(self) -> None:
+        text = "".join(self.plan)
+        numbers = {"@": self.agents}
+        for name in self.objects:
+            numbers[name[0]] = self.span(name)[1]
+        if len(text) != self.size**2 or any(text.count(letter) != number for letter, number in numbers.items()):
+            raise ValueError(f"size {self.size}, agents {self.agents}: not those of the plan")
 
     def _check_space(self) -> None:
         pieces = self.agents + sum(self.span(name)[1] for name in self.objects)
@@ -260,6 +276,23 @@ class Rules:
         """Minimum number of free cells in an instance."""
         pillars = ((size - 1) // 2) ** 2 if self.terrain else 0
         return size**2 - 2 * pillars  # each pillar has one wall
+
+    @property
+    def plan_cells(self) -> list[int]:
+        """Cells of the plan for agents, for each kind of object, and free ones."""
+        text = "".join(self.plan)
+        letters = ["@", *(name[0] for name in self.objects), "."]
+        return [cell for letter in letters for cell in range(len(text)) if text[cell] == letter]
+
+    @property
+    def window(self) -> list[tuple[int, int]]:
+        """Cells that an agent sees, as (row, column) from its own, nearest first."""
+        return [cell for cell in WINDOW if max(map(abs, cell)) <= self.view]
+
+    @property
+    def capacity(self) -> list[int]:
+        """By item: the maximum in an agent's inventory."""
+        return [255 if item == "heart" else self.carry for item in ITEMS]
 
     @property
     def converters(self) -> list[str]:
@@ -304,6 +337,17 @@ class Rules:
         return WORK_REWARDS.get(name, (0, 0)) if self.rewards == "work" else (0, 0)
 
 
+MEMORY_PLAN = (
+    "#a#####.#",
+    "#.#####.#",
+    "#.#####.#",
+    "#.##m##.#",
+    "#...@...#",
+    "#.##m##.#",
+    "#.#####.#",
+    "#.#####.#",
+    "#.#####.#",
+)
 VARIANTS: dict[str, dict[str, Any]] = {
     "MettaArena-v0": {},
     # Each altar has one heart, and there are no batteries to make another. So the score is the number of altars found.
@@ -314,5 +358,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
         terrain=True,
         objects={"altar": (10, 50)},
         recipes={"altar": Recipe(8, {"battery_red": 3}, {"heart": 1}, cooldown=1000, initial=1)},
+    ),
+    # The altar is at one of four ends, out of sight, for the whole episode. An agent carries one piece of ore, so it
+    # comes by again and again: it pays to remember which end it was.
+    "MettaMemory-v0": dict(
+        instances=4,
+        agents=1,
+        separate=True,
+        size=9,
+        view=1,
+        carry=1,
+        plan=MEMORY_PLAN,
+        objects={"mine_red": 2, "altar": 1},
+        recipes={
+            "mine_red": Recipe(2, {}, {"ore_red": 1}, cooldown=0),
+            "altar": Recipe(8, {"ore_red": 1}, {"heart": 1}, cooldown=0),
+        },
     ),
 }

@@ -8,7 +8,6 @@ from torch import Tensor
 from envs.metta.rules import (
     ACTIONS,
     ARMOR,
-    CARRY,
     FIRST_CONVERTER,
     ITEMS,
     LASER,
@@ -77,7 +76,7 @@ class RuleTables:
 
     def _make_items(self, rules: Rules) -> None:
         """Tables by item."""
-        self.carry = self._tensor(CARRY)
+        self.carry = self._tensor(rules.capacity)
         reward, limit = zip(*rules.item_rewards)
         self.reward = self._tensor(reward)
         self.reward_limit = self._tensor(limit)  # number of items that are rewarded

@@ -19,7 +19,6 @@ from envs.metta.rules import (
     TYPE,
     TYPE_IDS,
     VIEW,
-    WINDOW,
     Rules,
 )
 
@@ -100,7 +99,7 @@ class TokenTable:
         columns = rules.shape[1]
         steps = []
         positions = []
-        for row, column in WINDOW:
+        for row, column in rules.window:
             window_row = row + VIEW
             window_column = column + VIEW
             steps.append(row * columns + column)
@@ -110,7 +109,7 @@ class TokenTable:
         position = torch.tensor(positions, dtype=torch.int32, device=device)
         self.position = position.repeat(num_agents)
         self.slot = torch.arange(TOKENS - HEADER, dtype=torch.int32, device=device)
-        self.ones = torch.ones(num_agents, len(WINDOW), dtype=torch.int32, device=device)
+        self.ones = torch.ones(num_agents, len(rules.window), dtype=torch.int32, device=device)
 
     def write_things(self, rows: slice | Tensor, code: Tensor, inventory: Tensor, timer: Tensor) -> None:
         """Rewrites the tokens of `rows` (B,) for state (busy or frozen) and items.
@@ -182,7 +181,7 @@ class TokenTable:
 
         # Index of a cell's first token in `table`, minus its slot in the observation.
         first_empty = len(self.table) - TOKENS
-        offset = torch.empty(batch, len(WINDOW) + 1, dtype=torch.int32, device=device)
+        offset = torch.empty(batch, len(self.window) + 1, dtype=torch.int32, device=device)
         offset[:, :-1] = (count - end).add_(row, alpha=WIDTH)
         offset[:, -1] = first_empty - num_tokens  # after the last cell: empty tokens
         source = offset.view(-1).index_select(0, cell_of_slot)

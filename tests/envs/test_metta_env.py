@@ -20,7 +20,6 @@ from envs.metta.rules import (
     ARMOR,
     BACK,
     BUSY,
-    CARRY,
     CENTRE,
     FIRST_ITEM,
     FORWARD,
@@ -60,6 +59,7 @@ SETTINGS = {
     "arena": dict(max_steps=60, lanes=5, steps=250),
     "four arenas, easy": dict(max_steps=60, lanes=2, steps=100, instances=4, easy=True, rewards="shaped"),
     "navigation": dict(VARIANTS["MettaNavigation-v0"], max_steps=60, lanes=4, steps=150),
+    "memory": dict(VARIANTS["MettaMemory-v0"], max_steps=60, lanes=4, steps=150),
     "battle": dict(BATTLE, lanes=4, steps=300),
     "battle of three": dict(BATTLE, lanes=2, steps=150, instances=3),
     "work": dict(BATTLE, lanes=2, steps=150, rewards="work"),
@@ -275,10 +275,10 @@ def test_a_mine_works_a_tick_rests_and_stops_when_full() -> None:
     assert stock[0] == 1 and grown == [52, 103, 154, 205] and stock[-1] == 5 and mine.timer == 0
     body.inventory[ORE] = 47
     obs, _ = act(arena, GET)
-    assert body.inventory[ORE] == 50 == CARRY[ORE] and mine.inventory[ORE] == 2 and mine.timer == 51
+    assert body.inventory[ORE] == 50 and mine.inventory[ORE] == 2 and mine.timer == 51
     assert features(obs[0], CENTRE - 16)[BUSY] == 1
     act(arena, GET)
-    assert mine.inventory[ORE] == 3 and arena.stats[0]["failed"] == 1 and CARRY[HEART] == 255
+    assert mine.inventory[ORE] == 3 and arena.stats[0]["failed"] == 1 and arena.rules.capacity[HEART] == 255
 
 
 def test_a_converter_takes_one_recipe_a_put_and_starts_by_itself() -> None:
@@ -467,6 +467,20 @@ def test_presets_hold_what_they_should() -> None:
     assert 40 <= min(counts) < 90 and 150 < max(counts) <= 200
 
 
+def test_what_is_to_be_remembered_is_out_of_sight() -> None:
+    arena = MettaArena(**VARIANTS["MettaMemory-v0"])
+    ends = set()
+    for seed in range(20):
+        obs, _ = arena.reset(seed=seed)
+        altars = arena.converters[2::3]
+        ends |= {(altar.row - body.row, altar.column - body.column) for altar, body in zip(altars, arena.bodies)}
+        for seen in obs.values():
+            position, feature, value = seen[seen[:, 0] != 255].T
+            assert set(value[feature == 0]) == {0, 1, 2}  # an agent, walls and a mine
+            assert set(position) <= {CENTRE + 16 * row + column for row in (-1, 0, 1) for column in (-1, 0, 1)}
+    assert ends == {(-4, -3), (-4, 3), (4, -3), (4, 3)} and arena.rules.capacity[ORE] == 1
+
+
 def test_terrain_cuts_nothing_off() -> None:
     shares = []
     for seed in range(30):
@@ -490,7 +504,8 @@ def test_terrain_cuts_nothing_off() -> None:
      (dict(instances=5), "instances 5"), (dict(size=4), "size 4"), (dict(agents=0), "agents 0"),
      (dict(rewards="gold"), "gold"), (dict(max_steps=0), "max_steps 0"), (dict(objects={"bank": 1}), "bank"),
      (dict(objects={"altar": (5, 2)}), "altar"), (dict(freeze=0), "freeze 0"),
-     (dict(size=40, agents=254, objects={}), "254"), (dict(size=25, terrain=True, objects={"altar": 400}), "size")],
+     (dict(size=40, agents=254, objects={}), "254"), (dict(size=25, terrain=True, objects={"altar": 400}), "size"),
+     (VARIANTS["MettaMemory-v0"] | {"size": 12}, "size 12"), (VARIANTS["MettaMemory-v0"] | {"agents": 2}, "agents 2")],
 )  # fmt: skip
 def test_rules_nobody_can_play_by_are_refused(rules: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):

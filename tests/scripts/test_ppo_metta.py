@@ -268,6 +268,22 @@ def test_memory_against_slow_code_also_in_half_precision(dtype: torch.dtype) -> 
     assert states.dtype == torch.float32 and torch.equal(last, states[-1])
 
 
+@pytest.mark.parametrize("rnn", ["gru", "lstm"])
+def test_memory_is_that_of_pytorch_and_starts_with_each_episode(rnn: str) -> None:
+    agent = agent_of(rnn=rnn)
+    cell = agent.cell
+    reference = getattr(torch.nn, rnn.upper())(cell.input_size, cell.hidden_size)
+    for name, weight in cell.named_parameters():
+        getattr(reference, f"{name}_l0").data.copy_(weight)
+    x = torch.randn(6, 1, cell.input_size)
+    state = torch.randn(1, agent.state_size)  # of the episode before
+    episode_start = torch.tensor([True, False, True, False, False, False])[:, None]
+    outputs, last = ppo_metta.unroll(cell, x, state, episode_start)
+    torch.testing.assert_close(outputs, torch.cat([reference(x[:2])[0], reference(x[2:])[0]]))
+    halfway = ppo_metta.unroll(cell, x[:4], state, episode_start[:4])[1]
+    torch.testing.assert_close(ppo_metta.unroll(cell, x[4:], halfway, episode_start[4:])[1], last)
+
+
 # ------------------------------------------------------------------------------------------------ learning
 
 WEIGHTS_STAY = dict(learning_rate=1e-12, muon_learning_rate=0.0)
@@ -304,7 +320,8 @@ def test_a_rollout_against_a_loop_with_one_lane_at_a_time_in_mind(run, recorded)
 
 @pytest.mark.parametrize(
     "flags",
-    [{"rnn": "mingru"}, {"rnn": "none"}, {"network": "box-cnn"}, {"network": "token-attention"},
+    [{"rnn": "mingru"}, {"rnn": "none"}, {"rnn": "gru"}, {"rnn": "lstm"}, {"network": "box-cnn"},
+     {"network": "token-attention"},
      pytest.param({"vec_env": "subproc"}, marks=pytest.mark.slow), {"vec_env": "subproc", "num_workers": 0}],
     ids=str,
 )  # fmt: skip
@@ -338,29 +355,6 @@ def test_advantages_are_those_of_now(run, monkeypatch, bptt_horizon) -> None:
     run(update_epochs=2, bptt_horizon=bptt_horizon)
 
 
-def test_prioritised_segments_are_those_with_large_advantages(run, monkeypatch, drawn) -> None:
-    def advantage(reward, *_):  # of segment k of lane n: 100 in one lane, 1 in the others
-        return torch.where(torch.arange(reward.shape[1]) == 5, 100.0, 1.0).expand_as(reward)
-
-    monkeypatch.setattr(ppo_metta, "gae", advantage)
-    run(prio_alpha=1.0, norm_adv=False)
-    assert all(len(set(segments)) == 12 for segments in drawn)
-    assert np.mean([{5, 29} <= set(segments) for segments in drawn]) > 0.9
-
-
-@pytest.mark.parametrize("lanes_with_advantages", [0, 1])
-def test_segments_without_advantages_can_be_drawn(run, monkeypatch, lanes_with_advantages) -> None:
-    """As where nothing is rewarded. Their importance weights must not be infinite."""
-
-    def advantage(reward, *_):
-        return (torch.arange(reward.shape[1]) < lanes_with_advantages).float().expand_as(reward)
-
-    monkeypatch.setattr(ppo_metta, "gae", advantage)
-    _, folder = run(prio_alpha=0.5)
-    assert weights_of(folder).isfinite().all()
-    assert math.isfinite(scalars(folder)["losses/pg_loss"][-1])
-
-
 def test_without_epochs_the_agents_only_play(run) -> None:
     summary, folder = run(update_epochs=0)
     assert summary["updates_per_second"] == summary["replay_ratio"] == 0
@@ -378,10 +372,10 @@ def slow_muon(update: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_whole_rollout_is_learned_as_by_independent_code(run, recorded, drawn, large_heads, monkeypatch) -> None:
-    """Every update of a rollout: V-trace with the values and ratios that the updates before left, segments weighed by
-    how likely they were drawn, both losses, the entropy bonus, schedules, clipping, Adam, and Muon."""
+    """Every update of a rollout: V-trace with the values and ratios that the updates before left, both losses, the
+    entropy bonus, schedules, clipping, Adam, and Muon."""
     monkeypatch.setattr(ppo_metta, "catch_signals", lambda: [signal.SIGTERM])  # it ends after the first rollout
-    flags = dict(prio_alpha=0.7, prio_beta0=0.4, learning_rate=0.02, muon_learning_rate=1e-3, update_epochs=2)
+    flags = dict(learning_rate=0.02, muon_learning_rate=1e-3, update_epochs=2)
     flags |= dict(clip_coef=0.1, vf_clip_coef=0.2, vf_coef=0.7, ent_coef=0.3, end_ent_coef=0.1)
     flags |= dict(gamma=0.9, gae_lambda=0.8, rho_clip=0.9, c_clip=0.8)
     # Clipped this much, gradients are small next to Adam's epsilon; otherwise their scale would not matter.
@@ -397,12 +391,8 @@ def test_a_whole_rollout_is_learned_as_by_independent_code(run, recorded, drawn,
     moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in weights]
     left = 0.5 * (1 + math.cos(math.pi / 4))  # of the step sizes
     ent_coef = 0.3 - 0.2 / 4
-    beta = 0.4 + 0.6 / 4
     for number, segments in enumerate(drawn):
         advantage = slow_gae(*asked.values(), 0.9, 0.8, 0.9, 0.8)
-        size = np.abs(advantage.reshape(2, 8, 24)).sum(1).ravel()
-        priority = (size + 0.01 * size.mean()) ** 0.7
-        share = torch.tensor(priority / priority.sum())
         lane = torch.tensor(segments) % 24
         first_step = torch.tensor(segments) // 24 * 8
         at = (first_step + torch.arange(8)[:, None], lane.expand(8, -1))
@@ -412,7 +402,6 @@ def test_a_whole_rollout_is_learned_as_by_independent_code(run, recorded, drawn,
         returns = adv + old_value
         adv = adv - adv.mean()
         adv = adv / (adv.square().mean().sqrt() + 1e-8)
-        adv = adv * (48 * share[segments]) ** -beta
         state = rollout.state[first_step // 8, lane]
         logits, value, _ = agent(rollout.obs[at], state, rollout.episode_start[at])
         old = rollout.action[at], rollout.logprob[at], old_value
@@ -865,7 +854,7 @@ def test_the_real_mettagrid_missing_is_one_line(run, monkeypatch, capsys) -> Non
 
 
 GPU_FLAGS = [
-    {}, {"bf16": True}, {"fp16": True}, {"tf32": True}, {"rnn": "none"}, {"network": "box-cnn"}, {"prio_alpha": 0.6},
+    {}, {"bf16": True}, {"fp16": True}, {"tf32": True}, {"rnn": "none"}, {"network": "box-cnn"}, {"rnn": "lstm"},
     {"network": "token-attention", "bf16": True},
 ]  # fmt: skip
 

@@ -72,7 +72,7 @@ env_id=Nothing-v0 policy=CnnPolicy policy=transformer import_sb3= export_sb3= ex
 """,
     "ppo_metta": """
 num_envs=0 num_steps=0 num_minibatches=0 hidden_size=0 bptt_horizon=0 async_factor=0
-num_envs=-1 num_workers=-1 gae_lambda=1.5 prio_alpha=1.5 prio_beta0=1.5 ent_coef=inf num_steps=104 bptt_horizon=5
+num_envs=-1 num_workers=-1 gae_lambda=1.5 ent_coef=inf num_steps=104 bptt_horizon=5
 num_minibatches=5 size=5 instances=5 agents=900 env_config=
 """,
     "dqn_mario_async": """
