@@ -1,4 +1,4 @@
-"""Copies of the scripts that play CartPole, as benchmarks/pages/own-game.md makes them, and Stable-Baselines3's PPO."""
+"""CartPole: copies of scripts, as benchmarks/pages/own-game.md makes them, and Stable-Baselines3's agents."""
 
 import re
 import subprocess
@@ -8,11 +8,27 @@ from typing import Any
 import torch
 
 from benchmarks.harness import ROOT
-from benchmarks.sb3_peers import learning_curve
+from benchmarks.sb3_compat import TUNED
+from benchmarks.sb3_peers import FOREVER, learning_curve, sb3_agent
 from envs.gym_batch import GymnasiumBatch
 
 PAGE = (ROOT / "benchmarks/pages/own-game.md").read_text()
 DIFFS = {name: ROOT / f"benchmarks/pages/my_{name}.diff" for name in ("ppo", "dqn")}
+
+SB3_AGENTS = {
+    "SB3's PPO": {
+        "name": "SB3's PPO, defaults",
+        "num_envs": 8,
+        "n_steps": 32,
+        "batch_size": 256,
+        "n_epochs": 20,
+        "learning_rate": 1e-3,
+        "gamma": 0.98,
+        "gae_lambda": 0.8,
+        "ent_coef": 0,
+    },
+    "SB3's DQN": {"name": "SB3's DQN, defaults", **TUNED, "exploration_fraction": 8000 / FOREVER},
+}
 
 
 def copied_script(name: str, folder: str | Path) -> str:
@@ -49,26 +65,9 @@ def mean_points(model: Any) -> float:
 
 
 def sb3_cartpole_curve(name: str, seed: int, seconds: float, every: float, goal: float) -> list:
-    """[seconds, points] of every evaluation of SB3's PPO with the hyperparameters of the page."""
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.env_util import make_vec_env
+    """[seconds, points] of every evaluation of an agent of SB3_AGENTS."""
 
-    torch.set_num_threads(1)
-
-    def make_model() -> PPO:
-        games = make_vec_env("CartPole-v1", 8, seed=seed)
-        return PPO(
-            "MlpPolicy",
-            games,
-            n_steps=32,
-            batch_size=256,
-            n_epochs=20,
-            learning_rate=1e-3,
-            gamma=0.98,
-            gae_lambda=0.8,
-            ent_coef=0,
-            seed=seed,
-            device="cpu",
-        )
+    def make_model() -> Any:
+        return sb3_agent(device="cpu", threads=1, env_id="CartPole-v1", seed=seed, **SB3_AGENTS[name])
 
     return learning_curve(make_model, mean_points, seconds, every, goal)

@@ -15,6 +15,7 @@ GAMES = {
     "score": ("Snake", "food per greedy game", "dqn_snake.py"),
     "hearts": ("Arena", "hearts", "ppo_metta.py"),
     "distance": ("Mario", "pixels", "dqn_mario_async.py"),
+    "points": ("CartPole", "points", "our scripts"),
 }
 GAMES_ALONE = {
     "SnakeBatch": "game alone",

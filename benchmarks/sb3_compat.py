@@ -79,6 +79,12 @@ TUNED = {  # for CartPole-v1, from rl-baselines3-zoo
 }
 
 
+def tuned_flags() -> str:
+    """Of `dqn_snake_sb3_compat.py`."""
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in TUNED.items()]
+    return " ".join(["--env-id CartPole-v1 --total-timesteps 50000", *flags])
+
+
 def sb3_learn_run(seed: int) -> list[float]:
     """Seconds and mean return over 100 games of SB3's DQN after 50,000 steps."""
     from stable_baselines3.common.evaluation import evaluate_policy
@@ -98,8 +104,7 @@ def sb3_learn_run(seed: int) -> list[float]:
     """,
 )
 def sb3_learn(options: Options, device: torch.device) -> tuple[str, dict]:
-    base = "--env-id CartPole-v1 --total-timesteps 50000 --eval-every 0 --threads 1 "
-    base += " ".join(f"--{name.replace('_', '-')} {value}" for name, value in TUNED.items())
+    base = f"{tuned_flags()} --threads 1 --eval-every 0"
     raw = {"ours": [], "ours, `--compile`": [], "SB3": []}
     for seed in range(1, 3 if options.fast else 11):
         for name, switch in (("ours", ""), ("ours, `--compile`", " --compile")):

@@ -8,8 +8,9 @@ import torch
 
 from benchmarks import harness, sb3_peers
 from benchmarks.harness import Options
-from benchmarks.own_game import copied_script, page_flags, sb3_cartpole_curve
+from benchmarks.own_game import SB3_AGENTS, copied_script, page_flags, sb3_cartpole_curve
 from benchmarks.report import markdown_table, median_min_max, table
+from benchmarks.sb3_compat import tuned_flags
 from benchmarks.sb3_peers import MARIO_AGENTS, SNAKE_AGENTS, sb3_arena_curve, sb3_curve, sb3_mario_curve
 
 
@@ -223,24 +224,33 @@ def time_to_distance(options: Options, device: torch.device) -> tuple[str, dict]
     caption="""
     Training time in seconds until an evaluation (20 greedy games, every second) reaches a score in CartPole.
 
-    Ours are the copies of the scripts that [your own game](own-game.md) makes, with its flags; SB3's PPO has the same
-    hyperparameters, for up to two minutes. One thread each. Evaluations do not count.
+    `dqn_snake_sb3_compat.py` and SB3's DQN have the hyperparameters of sb3-learn. The other scripts are the copies that
+    [your own game](own-game.md) makes, with its flags; SB3's PPO has the same hyperparameters. One thread each, SB3 for
+    up to two minutes. Evaluations and compiling do not count.
     """,
 )
 def time_to_points(options: Options, device: torch.device) -> tuple[str, dict]:
     goals = (200, 450)
-    scripts = {"ppo_snake.py": "ppo", "dqn_snake.py": "dqn"}
-    peer = "SB3's PPO"
+    compat = "dqn_snake_sb3_compat.py"
+    copies = {"ppo_snake.py": "ppo", "dqn_snake.py": "dqn"}
     flags = "--threads 1 --eval-every 1 --log-every 0.1 --eval-episodes 200 --checkpoint-every 0"
     limits = {"seconds": 10 if options.fast else 120, "every": 1, "goal": goals[-1]}
-    curves = {name: [] for name in [*scripts, peer]}
-    for seed in options.seeds:
-        for name, script in scripts.items():
+    curves = {name: [] for name in [compat, "SB3's DQN", *copies, "SB3's PPO"]}
+
+    def learn(name: str, seed: int) -> list[list[float]]:
+        if name in SB3_AGENTS:
+            return harness.in_subprocess(sb3_cartpole_curve, one_core=True, name=name, seed=seed, **limits)
+        if name == compat:
+            one = harness.run(f"{tuned_flags()} {flags} --compile --seed {seed}", options, compat)
+        else:
             with tempfile.TemporaryDirectory() as folder:
-                words = f"{page_flags(script)} {flags} --seed {seed}"
-                one = harness.run(words, options, copied_script(script, folder))
-            curves[name].append(harness.eval_curve(harness.run_folder(one["run"])))
-        curves[peer].append(harness.in_subprocess(sb3_cartpole_curve, one_core=True, name=peer, seed=seed, **limits))
+                words = f"{page_flags(copies[name])} {flags} --seed {seed}"
+                one = harness.run(words, options, copied_script(copies[name], folder))
+        return harness.eval_curve(harness.run_folder(one["run"]))
+
+    for seed in options.seeds:
+        for name, runs in curves.items():
+            runs.append(learn(name, seed))
     ends = {name: runs[0][-1][0] for name, runs in curves.items()}
     text, compared = time_to_goals(goals, "points", curves, ends)
     return text, {"goals": goals, "curves": curves, "ends": ends, "ratios": compared}

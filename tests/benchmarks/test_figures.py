@@ -69,8 +69,9 @@ def figures() -> list[str]:
     one, two = (f"{statistics.median(ratios):.2f}" for ratios in results("mario-async")["ratios"].values())
     phrases.append(f"{one} times one thread in turn, {two} times two")
     assert {one["eval_flags"] for one in results("mario-learn")["runs"]} == {1.0}
-    (commit,) = {results(name)["commit"] for name in ("ppo-snake-learn", "ppo-snake-learn-600", "learn", "sb3-speed")}
-    phrases.append(f"of commit {commit} on")
+    tables = "ppo-snake-learn ppo-snake-learn-600 learn sb3-speed metta-peer mario-async mario-learn"
+    (commit,) = {results(name)["commit"] for name in tables.split()}
+    phrases.append(f"of commit {commit}:")
     flags = [100 * one["eval_flags"] for one in results("mario-real")["runs"]]
     phrases.append(f"the real 1-1 in {low_to_high(flags)} %")
     return phrases

@@ -474,8 +474,7 @@ def test_what_is_to_be_remembered_is_out_of_sight() -> None:
         obs, _ = arena.reset(seed=seed)
         altars = arena.converters[2::3]
         ends |= {(altar.row - body.row, altar.column - body.column) for altar, body in zip(altars, arena.bodies)}
-        for seen in obs.values():
-            position, feature, value = seen[seen[:, 0] != 255].T
+        for position, feature, value in (seen[seen[:, 0] != 255].T for seen in obs.values()):
             assert set(value[feature == 0]) == {0, 1, 2}  # an agent, walls and a mine
             assert set(position) <= {CENTRE + 16 * row + column for row in (-1, 0, 1) for column in (-1, 0, 1)}
     assert ends == {(-4, -3), (-4, 3), (4, -3), (4, 3)} and arena.rules.capacity[ORE] == 1

@@ -270,18 +270,17 @@ def test_memory_against_slow_code_also_in_half_precision(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("rnn", ["gru", "lstm"])
 def test_memory_is_that_of_pytorch_and_starts_with_each_episode(rnn: str) -> None:
-    agent = agent_of(rnn=rnn)
-    cell = agent.cell
+    cell = agent_of(rnn=rnn).cell
     reference = getattr(torch.nn, rnn.upper())(cell.input_size, cell.hidden_size)
     for name, weight in cell.named_parameters():
         getattr(reference, f"{name}_l0").data.copy_(weight)
     x = torch.randn(6, 1, cell.input_size)
-    state = torch.randn(1, agent.state_size)  # of the episode before
-    episode_start = torch.tensor([True, False, True, False, False, False])[:, None]
-    outputs, last = ppo_metta.unroll(cell, x, state, episode_start)
+    state = torch.randn(1, cell.hidden_size * (2 if rnn == "lstm" else 1))  # of the episode before
+    start = torch.tensor([True, False, True, False, False, False])[:, None]
+    outputs, last = ppo_metta.unroll(cell, x, state, start)
     torch.testing.assert_close(outputs, torch.cat([reference(x[:2])[0], reference(x[2:])[0]]))
-    halfway = ppo_metta.unroll(cell, x[:4], state, episode_start[:4])[1]
-    torch.testing.assert_close(ppo_metta.unroll(cell, x[4:], halfway, episode_start[4:])[1], last)
+    _, halfway = ppo_metta.unroll(cell, x[:4], state, start[:4])
+    torch.testing.assert_close(ppo_metta.unroll(cell, x[4:], halfway, start[4:])[1], last)
 
 
 # ------------------------------------------------------------------------------------------------ learning
@@ -290,8 +289,7 @@ WEIGHTS_STAY = dict(learning_rate=1e-12, muon_learning_rate=0.0)
 
 
 def test_a_rollout_against_a_loop_with_one_lane_at_a_time_in_mind(run, recorded) -> None:
-    """Values, log-probabilities and bootstraps, from a loop that resets the memory and looks at the last observation of
-    every episode as it ends. Truncation must bootstrap from what the agent saw last, with what it remembered then."""
+    """Values, log-probabilities and bootstraps, which come from what an agent saw last and remembered then."""
     run(num_steps=96, num_minibatches=12, total_timesteps=24 * 96, reward_scale=2.0, **WEIGHTS_STAY)
     rollout, asked = recorded["rollout"], recorded["gae"]
     agent = rollout.agent
@@ -372,8 +370,7 @@ def slow_muon(update: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_whole_rollout_is_learned_as_by_independent_code(run, recorded, drawn, large_heads, monkeypatch) -> None:
-    """Every update of a rollout: V-trace with the values and ratios that the updates before left, both losses, the
-    entropy bonus, schedules, clipping, Adam, and Muon."""
+    """Every update of a rollout: V-trace with the latest values and ratios, losses, schedules, clipping, Adam, Muon."""
     monkeypatch.setattr(ppo_metta, "catch_signals", lambda: [signal.SIGTERM])  # it ends after the first rollout
     flags = dict(learning_rate=0.02, muon_learning_rate=1e-3, update_epochs=2)
     flags |= dict(clip_coef=0.1, vf_clip_coef=0.2, vf_coef=0.7, ent_coef=0.3, end_ent_coef=0.1)
@@ -787,10 +784,10 @@ def test_workers_and_ranks_share_the_cores(monkeypatch, cores, ranks, flags, wor
 
 
 def test_defaults_follow_the_game_unless_a_flag_or_preset_says_otherwise() -> None:
-    chosen = [fill_defaults(Args(env_id=game), CPU) for game in ppo_metta.GAMES]
-    assert [args.gamma for args in chosen] == [0.97, 0.95, 0.9]
-    assert [args.vec_env for args in chosen] == ["device", "device", "subproc"]
-    assert [args.rewards for args in chosen] == ["work", "shaped", "shaped"]
+    chosen = [fill_defaults(Args(env_id=game), CPU) for game in ppo_metta.COLUMNS]
+    assert [args.gamma for args in chosen] == [0.97, 0.95, 0.97, 0.9]
+    assert [args.vec_env for args in chosen] == ["device", "device", "device", "subproc"]
+    assert [args.rewards for args in chosen] == ["work", "shaped", "work", "shaped"]
     assert fill_defaults(Args(env_id="mettagrid", gamma=0.5), CPU).gamma == 0.5
     args = parse("--preset=original", "--env-id=mettagrid", "--learning-rate=1")
     assert fill_defaults(args, CPU).gamma == 0.99
