@@ -35,7 +35,7 @@ Suites, their tables, and their time on two cores:
     time-to-score: seconds to 5, 10, 20, 30 food, ours and SB3, up to 20 minutes a run  70 minutes
     time-to-score-ppo: the same with ppo_snake.py and the two fastest                   10 minutes
     time-to-hearts, time-to-distance: the same in the arena and in Mario               2.5 hours
-    time-to-points: the same in CartPole, with the copies of benchmarks/pages/own-game.md  5 minutes
+    time-to-points: CartPole, dqn_snake_sb3_compat.py and copies of other scripts        5 minutes
     all: all of the above. --suite also accepts a single table
     gpu: needs CUDA, not part of all: games alone, switches, food, arena, transformer   10 minutes
 

@@ -235,7 +235,7 @@ def time_to_points(options: Options, device: torch.device) -> tuple[str, dict]:
     copies = {"ppo_snake.py": "ppo", "dqn_snake.py": "dqn"}
     flags = "--threads 1 --eval-every 1 --log-every 0.1 --eval-episodes 200 --checkpoint-every 0"
     limits = {"seconds": 10 if options.fast else 120, "every": 1, "goal": goals[-1]}
-    curves = {name: [] for name in [compat, "SB3's DQN", *copies, "SB3's PPO"]}
+    curves = {name: [] for name in [*copies, "SB3's PPO", compat, "SB3's DQN"]}
 
     def learn(name: str, seed: int) -> list[list[float]]:
         if name in SB3_AGENTS:

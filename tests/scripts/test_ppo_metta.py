@@ -22,7 +22,7 @@ import ppo_metta
 from envs.metta.batch import MettaBatch
 from envs.metta.rules import ACTIONS, FEATURES, ROTATE
 from envs.workers import LocalEnvs
-from ppo_metta import PRESETS, Agent, Args, Learner, fill_defaults, gae, main, make_games, ppo_loss, sample
+from ppo_metta import PRESETS, Agent, Args, Learner, fill_defaults, gae, games_seed, main, make_games, ppo_loss, sample
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -613,16 +613,16 @@ def test_no_two_streams_have_one_seed(monkeypatch) -> None:
 
 
 def test_neither_a_resumed_run_nor_another_rank_repeats_games_or_noise(run, recorded, monkeypatch) -> None:
+    seeds = []
+    monkeypatch.setattr(ppo_metta, "games_seed", lambda *stream: seeds.append(games_seed(*stream)) or seeds[-1])
     flags = dict(vec_env="subproc", num_workers=0)
     _, folder = run(total_timesteps=384, **flags)
-    learners = [recorded["rollout"]]
+    first = recorded["rollout"].obs[0]
     run(total_timesteps=768, resume=str(folder), **flags)
-    learners.append(recorded["rollout"])
+    resumed = recorded["rollout"].obs[0]
     monkeypatch.setattr(ppo_metta, "RANK", 1)
     run(total_timesteps=384, **flags)
-    learners.append(recorded["rollout"])
-    assert len({learner.generator.initial_seed() for learner in learners}) == 3
-    assert not any(torch.equal(learner.obs[0], learners[0].obs[0]) for learner in learners[1:])
+    assert len(set(seeds)) == 3 and not resumed.equal(first) and not recorded["rollout"].obs[0].equal(first)
 
 
 # ------------------------------------------------------------------------------------------------ several ranks
