@@ -135,8 +135,7 @@ def save_plot(name: str, device: torch.device, lines: list[Line], **settings: st
     figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
     for label in dict.fromkeys(label for label, _, _ in lines):
         curves = [(x, y) for name, x, y in lines if name == label]
-        end = min(x[-1] for x, _ in curves)  # of the shortest
-        places = [place for place in curves[0][0] if place <= end]
+        places = max((x for x, _ in curves), key=lambda x: x[-1])  # of the longest; the others keep their last value
         values = np.stack([np.interp(places, x, y) for x, y in curves])
         axes.plot(places, np.median(values, 0), ".-", linewidth=1, markersize=4, label=label)
         axes.fill_between(places, values.min(0), values.max(0), alpha=0.2)
