@@ -100,9 +100,11 @@ class MapMaker:
             sort_key = self._mirrored(self.plan, key)
             walls = sort_key == NO_PIECE
         else:
-            draw = integer_hash(key + DRAW_CELL + self.cell_number)
-            walls = self._terrain(key) if self.rules.terrain else torch.zeros_like(draw, dtype=torch.bool)
-            sort_key = draw + walls * NO_PIECE  # cells with a wall come last
+            sort_key = integer_hash(key + DRAW_CELL + self.cell_number)
+            walls = torch.zeros_like(sort_key, dtype=torch.bool)
+            if self.rules.terrain:
+                walls = self._terrain(key)
+            sort_key = sort_key + walls * NO_PIECE  # cells with a wall come last
         order = sort_key.argsort(dim=2, stable=True)
         num_pieces = len(self.piece_kind)
         piece_order = order[:, :, :num_pieces]
