@@ -6,7 +6,7 @@
     python dqn_snake.py --evaluate latest --render  # watch the last agent play
     torchrun --nproc-per-node 2 dqn_snake.py        # two processes train one policy
 
-On two slow CPU cores the agent eats 44 of 97 food per game after two minutes (benchmarks.md).
+On two CPU cores the agent eats 58 of 97 food per game after two minutes (benchmarks.md).
 
 How to read it: `QNetwork` is the network, `td_target` is the algorithm, `ReplayBuffer` is the storage, and `train` runs
 it from top to bottom.

@@ -3,7 +3,7 @@
     python ppo_metta.py                                        # ten minutes, then an evaluation and a GIF
     python ppo_metta.py --bf16 --cudagraph                     # on a GPU
     python ppo_metta.py --env-id mettagrid                     # the real MettaGrid, in worker processes
-    python ppo_metta.py --env-id MettaMemory-v0 --rnn gru      # a map that asks for a memory
+    python ppo_metta.py --env-id MettaMemory-v0 --rnn gru      # a map where a memory helps
     python ppo_metta.py --evaluate latest --render             # watch the last agents play
     torchrun --nproc-per-node 2 ppo_metta.py                   # two processes train one policy
 

@@ -5,7 +5,7 @@
     python ppo_snake.py --evaluate latest --render  # watch the last agent play
     torchrun --nproc-per-node 2 ppo_snake.py        # two processes train one policy
 
-On two slow CPU cores the agent eats 85 of 97 food per game after two minutes (benchmarks.md).
+On two CPU cores the agent eats 92 of 97 food per game after two minutes (benchmarks.md).
 
 How to read it: `Agent` is the network, `gae` and `ppo_loss` are the algorithm, and `train` runs it from top to bottom.
 """

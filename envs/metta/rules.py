@@ -223,6 +223,10 @@ class Rules:
             raise ValueError(f"size {self.size}: must be 5 to 60")
         if self.agents < 1:
             raise ValueError(f"agents {self.agents}: must be at least 1")
+        if not 1 <= self.view <= VIEW:
+            raise ValueError(f"view {self.view}: must be 1 to {VIEW}")
+        if not 1 <= self.carry <= 255:
+            raise ValueError(f"carry {self.carry}: must be 1 to 255")
         if self.rewards not in REWARDS:
             raise ValueError(f'rewards "{self.rewards}": must be {", ".join(REWARDS)}')
         if not 1 <= self.max_steps <= 30_000:
@@ -246,6 +250,8 @@ class Rules:
         text = "".join(self.plan)
         numbers = {"@": self.agents}
         for name in self.objects:
+            if name[0] in numbers:
+                raise ValueError(f'objects "{name}": another one in the plan begins with "{name[0]}" too')
             numbers[name[0]] = self.span(name)[1]
         if len(text) != self.size**2 or any(text.count(letter) != number for letter, number in numbers.items()):
             raise ValueError(f"size {self.size}, agents {self.agents}: not those of the plan")

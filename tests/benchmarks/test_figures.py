@@ -70,8 +70,8 @@ def figures() -> list[str]:
     phrases.append(f"{one} times one thread in turn, {two} times two")
     assert {one["eval_flags"] for one in results("mario-learn")["runs"]} == {1.0}
     tables = "ppo-snake-learn ppo-snake-learn-600 learn sb3-speed metta-peer mario-async mario-learn"
-    (commit,) = {results(name)["commit"] for name in tables.split()}
-    phrases.append(f"of commit {commit}:")
+    ((commit, machine),) = {(results(name)["commit"], results(name)["hardware"]) for name in tables.split()}
+    phrases.append(f"commit {commit} on {machine}")
     flags = [100 * one["eval_flags"] for one in results("mario-real")["runs"]]
     phrases.append(f"the real 1-1 in {low_to_high(flags)} %")
     return phrases

@@ -504,7 +504,8 @@ def test_terrain_cuts_nothing_off() -> None:
      (dict(rewards="gold"), "gold"), (dict(max_steps=0), "max_steps 0"), (dict(objects={"bank": 1}), "bank"),
      (dict(objects={"altar": (5, 2)}), "altar"), (dict(freeze=0), "freeze 0"),
      (dict(size=40, agents=254, objects={}), "254"), (dict(size=25, terrain=True, objects={"altar": 400}), "size"),
-     (VARIANTS["MettaMemory-v0"] | {"size": 12}, "size 12"), (VARIANTS["MettaMemory-v0"] | {"agents": 2}, "agents 2")],
+     (VARIANTS["MettaMemory-v0"] | {"size": 12}, "size 12"), (VARIANTS["MettaMemory-v0"] | {"agents": 2}, "agents 2"),
+     (dict(plan="a", objects={"altar": 1, "armory": 1}), "armory"), (dict(view=6), "view 6"), (dict(carry=0), "carry")],
 )  # fmt: skip
 def test_rules_nobody_can_play_by_are_refused(rules: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):

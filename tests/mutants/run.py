@@ -74,18 +74,17 @@ def main() -> None:
     import stable_baselines3  # noqa: F401  (with PyTorch: each mutant's process is a copy of this one)
     import torch.utils.tensorboard  # noqa: F401
 
-    survivors = 0
+    lives = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "copy"
         shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".git", "runs", "__pycache__"))
         for name in options.lists:
             for file, tests, title, old, new in read(name):
                 if options.k in title:
-                    lives = survives(root, file, tests, old, new)
-                    survivors += lives
-                    print(f"{'SURVIVES' if lives else 'caught  '}  {file}: {title}", flush=True)
-    print(f"{survivors} survive")
-    raise SystemExit(survivors > 0)
+                    lives.append(survives(root, file, tests, old, new))
+                    print(f"{'SURVIVES' if lives[-1] else 'caught  '}  {file}: {title}", flush=True)
+    print(f"{sum(lives)} of {len(lives)} survive")
+    raise SystemExit(any(lives))
 
 
 if __name__ == "__main__":
