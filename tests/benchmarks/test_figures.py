@@ -68,7 +68,8 @@ def figures() -> list[str]:
     learned = results("mario-learn")["runs"]
     assert {one["eval_flags"] for one in learned} == {1.0}
     phrases.append(f"in 100 % of unseen levels after 15 minutes {steps(learned)} | random play 0 %")
-    tables = "ppo-snake-learn ppo-snake-learn-600 learn sb3-speed metta-peer mario-async mario-learn"
+    tables = "ppo-snake-learn ppo-snake-learn-600 learn sb3-speed snake-peer-steps metta-learn-arena metta-peer "
+    tables += "mario-async mario-learn"
     ((commit, machine),) = {(results(name)["commit"], results(name)["hardware"]) for name in tables.split()}
     phrases.append(f"commit {commit} on {machine}")
     learned = results("mario-real")["runs"]
