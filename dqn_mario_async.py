@@ -6,7 +6,7 @@
     python dqn_mario_async.py --evaluate latest --render  # watch the last agent play
 
 On two CPU cores the agent reaches the flag in 100 % of 100 unseen levels, with each of three seeds (45,000 updates on
-6.5 million transitions). After 20 minutes of the real 1-1 it reaches the flag in 88 to 96 % of 100 games (three seeds);
+6.1 million transitions). After 20 minutes of the real 1-1 it reaches the flag in 66 to 84 % of 100 games (three seeds);
 random play never does.
 
 How to read it: a `Collector` plays and pushes its steps into a `Ring` (envs/workers.py), a `Broadcast` brings it new

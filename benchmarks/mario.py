@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import partial
 
+import numpy as np
 import torch
 
 import dqn_mario_async
@@ -280,24 +281,31 @@ def first_reading_above(curve: list[list[float]], limit: float) -> str:
 
 
 @torch.no_grad()
-def real_game_ends(run: str, games: int) -> list[list]:
-    """Greedy games of a trained agent: distance in pixels, and "flag", "dead" or "stuck"."""
+def real_game_ends(run: str, games: int, sticky: float = 0.0) -> list[list]:
+    """Greedy games of a trained agent: distance in pixels, and "flag", "dead" or "stuck".
+
+    With probability `sticky` an action (of 4 frames) is replaced by the one before (Machado et al. 2018, section 5).
+    """
     script = dqn_mario_async
+    random = np.random.default_rng(script.EVAL_SEED)
     _, checkpoint = script.load_checkpoint(script.Args(evaluate=run))
     args = script.Args(**checkpoint["args"])
     q_network = script.QNetwork(args)
     q_network.load_state_dict(checkpoint["q_network"])
     envs = script.make_envs(args, 1, script.EVAL_SEED)
     obs = envs.reset()
+    action = np.zeros(1, np.int64)
     ends = []
     while len(ends) < games:
-        action = q_network(torch.from_numpy(obs)).argmax(1).numpy()
+        if random.random() >= sticky:
+            action = q_network(torch.from_numpy(obs)).argmax(1).numpy()
         obs, _, terminated, truncated, info = envs.step(action)
         if terminated[0] or truncated[0]:
             end = "dead" if terminated[0] else "stuck"
             if info["flag"][0]:
                 end = "flag"
             ends.append([int(info["distance"][0]), end])
+            action = np.zeros(1, np.int64)
     return ends
 
 
@@ -317,8 +325,9 @@ def ends_by_place(ends: list[list], width: int = 400) -> str:
 
     10 games per evaluation, once a minute, and 100 at the end; 100 games for random play. The flag is 3,121 pixels from
     the start (at x = 3,161). Games start after 0 to 30 no-op frames, so the 100 games have only 30 different starts,
-    the same as in training: this measures one level, not generalization. The second table has 100 more games of each
-    final agent; stuck means no progress for 40 steps.
+    the same as in training. Sticky actions were not in training: in 100 more games each action is replaced by the one
+    before with probability 0.25. The second table has another 100 games of each final agent, without them; stuck means
+    no progress for 40 steps.
     """,
 )
 def mario_real(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -338,9 +347,12 @@ def mario_real(options: Options, device: torch.device) -> tuple[str, dict]:
         folder = harness.run_folder(one["run"])
         curve = harness.wall_clock_curve(folder, "eval/distance_mean")
         flag_curve = harness.wall_clock_curve(folder, "eval/flags")
-        run_ends = harness.in_subprocess(real_game_ends, True, run=str(folder), games=episodes)
+        play = partial(harness.in_subprocess, real_game_ends, True, run=str(folder), games=episodes)
+        run_ends = play(sticky=0.0)
+        sticky_ends = play(sticky=0.25)
         ends += run_ends
-        raw.append(one | {"curve": curve, "flag_curve": flag_curve, "ends": run_ends})
+        sticky_flags = [end for _, end in sticky_ends].count("flag") / episodes
+        raw.append(one | {"curve": curve, "flag_curve": flag_curve, "ends": run_ends, "sticky_ends": sticky_ends})
         distance = one["eval_distance_mean"]
         row = [
             seed,
@@ -348,16 +360,18 @@ def mario_real(options: Options, device: torch.device) -> tuple[str, dict]:
             first_reading_above(flag_curve, 0),
             f"{distance:,.0f}",
             f"{one['eval_flags']:.0%}",
+            f"{sticky_flags:.0%}",
             f"{distance / random_distance:.1f}",
             million_steps([one]),
             f"{one['env_steps_per_second']:,.0f}",
             f"{one['replay_ratio']:.2f}",
         ]
         rows.append(row)
-    rows.append(["random", *[""] * (len(times) + 1), f"{random_distance:,.0f}", f"{random_flags:.0%}", *[""] * 4])
+    rows.append(["random", *[""] * (len(times) + 1), f"{random_distance:,.0f}", f"{random_flags:.0%}", *[""] * 5])
     header = "seed"
     for minutes in times:
         header += f" | after {minutes} minute" + ("s" if minutes > 1 else "")
-    header += " | first greedy flag, minutes | end | flags at the end | × random | million env steps | env steps/s"
-    text = f"{markdown_table(f'{header} | replay ratio', rows)}\n\n{ends_by_place(ends)}\n\n`{SCRIPT} {flags} --seed S`"
+    header += " | first greedy flag, minutes | end | flags at the end | with sticky actions | × random"
+    header += " | million env steps | env steps/s | replay ratio"
+    text = f"{markdown_table(header, rows)}\n\n{ends_by_place(ends)}\n\n`{SCRIPT} {flags} --seed S`"
     return text, {"runs": raw, "random": by_chance}

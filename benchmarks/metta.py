@@ -12,7 +12,7 @@ from benchmarks import harness
 from benchmarks.games import gymnasium_rates, rule_book_rate
 from benchmarks.harness import Options, column, fail, median, ratios
 from benchmarks.metta_parts import ARENAS, REAL_METTAGRID, metta_args, metta_env_rate
-from benchmarks.players import random_hearts, scripted_hearts
+from benchmarks.players import ARENA_STEPS, arena_games, random_hearts, scripted_hearts
 from benchmarks.report import code, markdown_table, median_min_max, peak_gib, table
 from envs.metta.rules import Rules
 
@@ -193,10 +193,25 @@ def metta_learn(options: Options, variants: list[str], game: str = "", seconds: 
 
     Without memory (the default) and with a MinGRU, both runs of a seed in parallel. Baselines: random and scripted
     players, as in `--suite metta-hearts`. Target on two cores: 20 hearts.
+
+    The second table: what an agent's step does, in games on the rule book.
     """,
 )
 def metta_learn_arena(options: Options, device: torch.device) -> tuple[str, dict]:
-    return metta_learn(options, ["--rnn none", "--rnn mingru"])
+    text, raw = metta_learn(options, ["--rnn none", "--rnn mingru"])
+    folders = {"scripted": [None]}
+    for flags, runs in raw["runs"].items():
+        folders[flags] = [str(harness.run_folder(one["run"])) for one in runs]
+    play = partial(harness.in_subprocess, arena_games, flags="", games=2 if options.fast else 20)
+    played = {who: [play(run=run) for run in runs] for who, runs in folders.items()}
+    rows = []
+    for who, games in played.items():
+        row = [code(who) if who in raw["runs"] else who, f"{statistics.mean(column(games, 'hearts')):.2f}"]
+        for step in ARENA_STEPS:
+            row.append(f"{statistics.mean(one['steps'][step] for one in games):.0%}")
+        rows.append(row)
+    text += "\n\n" + markdown_table(" | ".join(["player", "hearts", *ARENA_STEPS]), rows)
+    return text, raw | {"played": played}
 
 
 @table(

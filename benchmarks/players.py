@@ -1,11 +1,12 @@
 """Baseline players: random actions, and scripted players for the arena and Mario."""
 
 import random
-from collections import deque
+from collections import Counter, deque
 
 import numpy as np
 import torch
 
+import ppo_metta
 from benchmarks.metta_parts import metta_args, metta_envs
 from envs.mario import game as mario
 from envs.mario import levels as mario_levels
@@ -13,8 +14,7 @@ from envs.mario.batch import MarioBatch
 from envs.mario.game import UNSEEN_LEVELS, MarioGame
 from envs.mario.real import SuperMarioBrosBatch
 from envs.metta.arena import MettaArena, Thing
-from envs.metta.rules import FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE
-from ppo_metta import rules_of
+from envs.metta.rules import FORWARD, GET, ITEMS, MOVES, NOOP, PUT, ROTATE, Rules
 
 
 def metta_errands(arena: MettaArena, body: Thing) -> dict[Thing, int]:
@@ -68,21 +68,61 @@ def metta_action(arena: MettaArena, body: Thing) -> int:
     return random.choice([NOOP, FORWARD, *range(ROTATE, ROTATE + 4)])
 
 
-def scripted_hearts(flags: str, agent_episodes: int) -> float:
-    """Mean hearts per agent and episode of the scripted player, on the rule book."""
-    arena = MettaArena(random_first_length=False, **rules_of(metta_args(flags, "cpu")))
-    episodes = -(-agent_episodes // arena.rules.num_agents)
-    hearts = 0
+ARENA_STEPS = ["moves", "turns", "gets or puts an item", "has no effect"]
+
+
+def arena_games(flags: str, games: int, run: str | None = None) -> dict:
+    """Games on the rule book, by the scripted player or by the agents that `run`, a folder of ppo_metta.py, trained.
+
+    "hearts": mean per agent and episode. "tenths": the same in each tenth of an episode. "steps": share of the agents'
+    steps by what a step does, of ARENA_STEPS.
+    """
+    cpu = torch.device("cpu")
+    arena = MettaArena(random_first_length=False, **ppo_metta.rules_of(metta_args(flags, "cpu")))
+    if run is not None:
+        _, checkpoint = ppo_metta.load_checkpoint(ppo_metta.Args(evaluate=run))
+        args = ppo_metta.Args(**checkpoint["args"])
+        agent = ppo_metta.Agent(args, ppo_metta.make_games(args, 1, cpu, 0), cpu)
+        agent.load_state_dict(checkpoint["agent"])
+    tenths = [0] * 10
+    steps = Counter()
     random.seed(0)
-    for seed in range(episodes):
-        arena.reset(seed=seed)
+    for seed in range(games):
+        obs, _ = arena.reset(seed=seed)
+        if run is not None:
+            act = ppo_metta.make_player(agent, len(arena.agents), cpu)
         while arena.agents:
-            actions = {}
-            for name, body in zip(arena.agents, arena.bodies):
-                actions[name] = metta_action(arena, body)
-            arena.step(actions)
-        hearts += sum(stats["heart.get"] for stats in arena.stats)
-    return hearts / episodes / arena.rules.num_agents
+            if run is None:
+                actions = [metta_action(arena, body) for body in arena.bodies]
+            else:
+                actions = act(torch.from_numpy(np.stack([*obs.values()]))).tolist()
+            tenth = 10 * arena.clock // arena.limit
+            before = [(body.row, body.column, body.heading) for body in arena.bodies]
+            stats_before = [(stats["success"], stats["heart.get"]) for stats in arena.stats]
+            obs, *_ = arena.step(dict(zip(arena.agents, actions)))
+            players = zip(actions, arena.bodies, before, arena.stats, stats_before)
+            for action, body, (row, column, heading), stats, (successes, hearts) in players:
+                tenths[tenth] += stats["heart.get"] - hearts
+                step = "has no effect"
+                if (body.row, body.column) != (row, column):
+                    step = "moves"
+                elif body.heading != heading:
+                    step = "turns"
+                elif action in (GET, PUT) and stats["success"] > successes:
+                    step = "gets or puts an item"
+                steps[step] += 1
+    episodes = games * arena.rules.num_agents
+    return {
+        "hearts": sum(tenths) / episodes,
+        "tenths": [hearts / episodes for hearts in tenths],
+        "steps": {step: steps[step] / steps.total() for step in ARENA_STEPS},
+    }
+
+
+def scripted_hearts(flags: str, agent_episodes: int) -> float:
+    """Mean hearts per agent and episode of the scripted player, over whole games."""
+    num_agents = Rules(**ppo_metta.rules_of(metta_args(flags, "cpu"))).num_agents
+    return arena_games(flags, -(-agent_episodes // num_agents))["hearts"]
 
 
 def random_hearts(flags: str, agent_episodes: int) -> float:

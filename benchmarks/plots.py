@@ -30,6 +30,7 @@ def draw_all(device: torch.device) -> None:
         draw_time_to(goal, device)
     draw_learning(device)
     draw_same_recipe(device)
+    draw_arena(device)
 
 
 def read_results(name: str, device: torch.device) -> dict:
@@ -120,6 +121,17 @@ def draw_same_recipe(device: torch.device) -> None:
     title = "Snake: ppo_snake.py and Stable-Baselines3's PPO with the same recipe, median and range"
     axes = {"xlabel": "seconds of training", "ylabel": "mean food per greedy game"}
     save_plot("same-recipe", device, lines, title=title, **axes)
+
+
+def draw_arena(device: torch.device) -> None:
+    """Hearts over an episode, by the trained agents and by the scripted player."""
+    results = read_results("metta-learn-arena", device)
+    percent = list(range(5, 100, 10))
+    lines = []
+    for label, games in results.get("played", {}).items():
+        lines += [(f"ppo_metta.py {label}" if "--" in label else label, percent, one["tenths"]) for one in games]
+    axes = {"xlabel": "percent of an episode", "ylabel": "hearts per agent in a tenth of an episode"}
+    save_plot("arena", device, lines, title="Arena: hearts over an episode, median and range of three seeds", **axes)
 
 
 def save_plot(name: str, device: torch.device, lines: list[Line], **settings: str) -> None:

@@ -59,17 +59,16 @@ def figures() -> list[str]:
         players += f"random play {found['random']:.1f}"
         phrases.append(f"{score(default, 'hearts after 10 minutes on one core')} | {players}")
     arena = results("metta-peer")["runs"]
-    peer = speed(arena["SB3's PPO, the rule book"])
-    on_ours = speed(arena["SB3's PPO, our batched arena"])
-    peer = f"Stable-Baselines3's PPO {peer} with the game in Python, {on_ours} with ours |"
-    phrases.append(f"{speed(arena['ours'])} agent steps/s; {peer}")
+    ours, on_ours, in_python = (speed(runs) for runs in arena.values())
+    peer = f"Stable-Baselines3's PPO {in_python} with the game in Python, {on_ours} with ours |"
+    phrases.append(f"{ours} agent steps/s; {peer}")
     one, two = (f"{statistics.median(ratios):.2f}" for ratios in results("mario-async")["ratios"].values())
     phrases.append(f"{one} times one thread in turn, {two} times two")
     learned = results("mario-learn")["runs"]
     assert {one["eval_flags"] for one in learned} == {1.0}
     phrases.append(f"in 100 % of unseen levels after 15 minutes {steps(learned)} | random play 0 %")
     tables = "ppo-snake-learn ppo-snake-learn-600 learn sb3-speed snake-peer-steps metta-learn-arena metta-peer "
-    tables += "mario-async mario-learn"
+    tables += "metta-learn-real mario-async mario-learn mario-real"
     ((commit, machine),) = {(results(name)["commit"], results(name)["hardware"]) for name in tables.split()}
     phrases.append(f"commit {commit} on {machine}")
     learned = results("mario-real")["runs"]

@@ -19,7 +19,7 @@ import ppo_metta
 from benchmarks import report
 from benchmarks.harness import SUITES, Options
 from benchmarks.metta_parts import ARENAS, REAL_METTAGRID
-from benchmarks.players import random_hearts, scripted_hearts
+from benchmarks.players import arena_games, random_hearts, scripted_hearts
 
 
 def alternate(*rounds: dict) -> Callable:
@@ -119,9 +119,10 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
         hearts = {random_hearts: found["hearts"]["random"], scripted_hearts: found["hearts"]["scripted"]}
         return {"harness.in_subprocess": lambda player, flags, **_: hearts[player][games[flags]]}
     if name.startswith("metta-learn"):
-        hearts = {random_hearts: found["random"], scripted_hearts: found["scripted"]}
+        played = [one for games in found.get("played", {}).values() for one in games]
+        hearts = {random_hearts: [found["random"]], scripted_hearts: [found["scripted"]], arena_games: played}
         summaries = [one for each in found["runs"].values() for one in each]
-        return {"harness.run": runs(*summaries), "harness.in_subprocess": lambda player, **_: hearts[player]}
+        return {"harness.run": runs(*summaries), "harness.in_subprocess": lambda player, **_: hearts[player].pop(0)}
     if name == "metta-speed":
         mflops = found["mflop"]
         return {
@@ -165,8 +166,8 @@ def recorded(name: str, found: dict) -> dict[str, Callable]:
         return {
             "harness.run": runs(*found["runs"]),
             "harness.wall_clock_curve": lambda folder, tag: by_run[folder.name][curve_of[tag]],
-            "harness.in_subprocess": lambda *_, run=None, **__: (
-                by_run[Path(run).name]["ends"] if run else found["random"]
+            "harness.in_subprocess": lambda *_, run=None, sticky=0, **__: (
+                by_run[Path(run).name]["sticky_ends" if sticky else "ends"] if run else found["random"]
             ),
         }
     return curves(found, [who for who in found["curves"] if not who.startswith("SB3")])

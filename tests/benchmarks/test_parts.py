@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import games, mario, metta_parts, sb3_peers, snake
+from benchmarks import games, mario, metta_parts, players, sb3_peers, snake
 
 
 def test_games_and_networks() -> None:
@@ -13,6 +13,8 @@ def test_games_and_networks() -> None:
     assert sb3_peers.sb3_act_rate(2, 0.01, "cpu") > 0 and min(games.mario_rates((1, 2), 0.01)) > 0
     assert min(mario.collector_rates("MarioLike-v0", (1, 2), 0.01)) > 0
     assert games.rule_book_rate(2, 0.1) > 0
+    played = players.arena_games("", games=1)
+    assert played["hearts"] > 15 and sum(played["steps"].values()) == pytest.approx(1)
 
 
 def test_sb3_agents_are_trained_and_evaluated() -> None:
