@@ -46,28 +46,24 @@ class EgocentricView:
         mirror = torch.stack([back, -right], 1)
         axes = torch.stack([rotation, mirror], 1)
         self.axes = axes.flatten(0, 1)  # (orientation, 2, 2): axes of the rotated board as steps in row and column
-        self._make_sources(device)
+        self._make_blocks(device)
         self._make_feature_source(device)
         self._make_rotations(device)
         self._make_padded_board(device)
 
-    def _make_sources(self, device: torch.device) -> None:
-        """(cells, sources): weights of the cells in each source. A source is a cell, a block (sum / BLOCK), or zero."""
+    def _make_blocks(self, device: torch.device) -> None:
+        """(cells, blocks + 1): weights of the cells in each block (sum / BLOCK). The last column is zero."""
         rows, columns = self.board
-        num_cells = len(self.cells)
-        one_cell = torch.eye(num_cells)
         block_rows = range(-1, rows + 1)  # outer blocks overlap the board by one cell
         block_columns = range(-1, columns + 1)
         block_centers = grid(block_rows, block_columns)
         offsets = self.cells[:, None] - block_centers
         in_block = distance(offsets) <= self.BLOCK // 2
-        block = in_block / self.BLOCK
-        off_board = torch.zeros(num_cells, 1)
-        sources = torch.cat([one_cell, block, off_board], 1)
-        self.sources = sources.to(device)
+        blocks = F.pad(in_block / self.BLOCK, (0, 1))
+        self.blocks = blocks.to(device)
 
     def _make_feature_source(self, device: torch.device) -> None:
-        """(orientation, head cell, feature): the column of `sources` of each feature."""
+        """(orientation, head cell, feature): the source of each feature: a cell, then a block, then zero."""
         span = range(-self.reach, self.reach + 1)
         offsets = grid(span, span)
         is_near = distance(offsets) <= self.NEAR
@@ -76,9 +72,8 @@ class EgocentricView:
         block_offsets = offsets[is_block_center]
         self.num_features = len(cell_offsets) + len(block_offsets) + 3  # those of `reached`
 
-        num_sources = self.sources.shape[1]
-        off_board = num_sources - 1
         first_block = len(self.cells)
+        off_board = first_block + self.blocks.shape[1] - 1
         cell, is_cell = self._cell_at(cell_offsets, margin=0)
         block, is_block = self._cell_at(block_offsets, margin=1)
         cell_source = torch.where(is_cell, cell, off_board)
@@ -175,7 +170,8 @@ class EgocentricView:
         first_row = NUM_CODES * orientation[:, None]
         cell_features = F.embedding(codes + first_row, self.cell_features)
         cell_features = cell_features.mT.contiguous()  # so that one matmul does what would be B
-        source_features = cell_features @ self.sources
+        block_features = cell_features @ self.blocks
+        source_features = torch.cat([cell_features, block_features], 2)
         source = self.feature_source[orientation, head]
         source = source.long().unsqueeze(1)
         source = source.expand(-1, 3, -1)
