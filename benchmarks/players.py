@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, deque
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -97,18 +98,19 @@ def arena_games(flags: str, games: int, run: str | None = None) -> dict:
             else:
                 actions = act(torch.from_numpy(np.stack([*obs.values()]))).tolist()
             tenth = 10 * arena.clock // arena.limit
-            before = [(body.row, body.column, body.heading) for body in arena.bodies]
-            stats_before = [(stats["success"], stats["heart.get"]) for stats in arena.stats]
+            bodies_before = [replace(body) for body in arena.bodies]
+            stats_before = [stats.copy() for stats in arena.stats]
             obs, *_ = arena.step(dict(zip(arena.agents, actions)))
-            players = zip(actions, arena.bodies, before, arena.stats, stats_before)
-            for action, body, (row, column, heading), stats, (successes, hearts) in players:
-                tenths[tenth] += stats["heart.get"] - hearts
+            for action, body, old_body, stats, old_stats in zip(
+                actions, arena.bodies, bodies_before, arena.stats, stats_before
+            ):
+                tenths[tenth] += stats["heart.get"] - old_stats["heart.get"]
                 step = "has no effect"
-                if (body.row, body.column) != (row, column):
+                if body.row != old_body.row or body.column != old_body.column:
                     step = "moves"
-                elif body.heading != heading:
+                elif body.heading != old_body.heading:
                     step = "turns"
-                elif action in (GET, PUT) and stats["success"] > successes:
+                elif action in (GET, PUT) and stats["success"] > old_stats["success"]:
                     step = "gets or puts an item"
                 steps[step] += 1
     episodes = games * arena.rules.num_agents

@@ -52,14 +52,16 @@ class EgocentricView:
         self._make_padded_board(device)
 
     def _make_blocks(self, device: torch.device) -> None:
-        """(cells, blocks + 1): weights of the cells in each block (sum / BLOCK). The last column is zero."""
+        """(cells, blocks + 1): weights of the cells in each block (sum / BLOCK); those of the last column are zero."""
         rows, columns = self.board
         block_rows = range(-1, rows + 1)  # outer blocks overlap the board by one cell
         block_columns = range(-1, columns + 1)
         block_centers = grid(block_rows, block_columns)
         offsets = self.cells[:, None] - block_centers
         in_block = distance(offsets) <= self.BLOCK // 2
-        blocks = F.pad(in_block / self.BLOCK, (0, 1))
+        block = in_block / self.BLOCK
+        off_board = torch.zeros(len(self.cells), 1)
+        blocks = torch.cat([block, off_board], 1)
         self.blocks = blocks.to(device)
 
     def _make_feature_source(self, device: torch.device) -> None:
@@ -134,12 +136,15 @@ class EgocentricView:
         rows, columns = self.board
         row, column = self.cells.unbind(1)
         width = columns + 2
-        padded_cell = (row + 1) * width + column + 1
+        padded_row = row + 1
+        padded_column = column + 1
+        padded_cell = padded_row * width + padded_column
         self.padded_cell = padded_cell.to(device)
         self.padded_steps = [row * width + column for row, column in MOVES]
         padded_step = torch.tensor(self.padded_steps, device=device)
         self.padded_step = padded_step[:, None]
-        is_inside = torch.zeros((rows + 2) * width, 1, dtype=torch.int32)
+        num_padded_cells = (rows + 2) * width
+        is_inside = torch.zeros(num_padded_cells, 1, dtype=torch.int32)
         is_inside[padded_cell] = 1
         self.is_inside = is_inside.to(device)
 
@@ -177,8 +182,8 @@ class EgocentricView:
         source = source.expand(-1, 3, -1)
         features = source_features.gather(2, source)
         reached = self.reached(obs, head)
-        move = self.move[orientation].unsqueeze(2)
-        move = move.expand(-1, -1, 3)
+        move = self.move[orientation]
+        move = move.unsqueeze(2).expand(-1, -1, 3)
         reached = reached.gather(1, move)
         all_features = torch.cat([features, reached], 2)
         return orientation, all_features, food_position
@@ -227,8 +232,8 @@ class EgocentricView:
         num_boards = is_free.shape[1]
         width = self.board[1] + 2
         free = is_free.flatten()
-        label = torch.arange(len(free), dtype=torch.int32, device=free.device)
-        label = label * free
+        cell_number = torch.arange(len(free), dtype=torch.int32, device=free.device)
+        label = cell_number * free
         num_rounds = len(self.cells).bit_length() - 1
         for _ in range(num_rounds):
             best = label.clone()
