@@ -46,9 +46,8 @@ def figures() -> list[str]:
     assert max(value for seeds in sb3 for curve in seeds for _, value in curve) < 5
     seconds = peers["ends"]["SB3's PPO, defaults"]
     phrases.append(f"below 5 after {seconds // 60} minutes")
-    peers = results("snake-peer-steps")["runs"]
-    same = "SB3's PPO, our initial weights and Huber loss"
-    phrases += [score(peers[name], "food") for name in ("ppo_snake.py", "SB3's PPO", same)]
+    for name, minutes in {"snake-peer": 2, "snake-peer-600": 10}.items():
+        phrases += [score(runs, f"food after {minutes} minutes") for runs in results(name)["runs"].values()]
     ratios = results("sb3-speed")["ratios"].items()
     times = [statistics.median(values) for name, values in ratios if ", 1, --compile" in name]
     phrases.append(f"{low_to_high(times, 1)} times Stable-Baselines3's DQN")
@@ -67,8 +66,8 @@ def figures() -> list[str]:
     learned = results("mario-learn")["runs"]
     assert {one["eval_flags"] for one in learned} == {1.0}
     phrases.append(f"in 100 % of unseen levels after 15 minutes {steps(learned)} | random play 0 %")
-    tables = "ppo-snake-learn ppo-snake-learn-600 learn sb3-speed snake-peer-steps metta-learn-arena metta-peer "
-    tables += "metta-learn-real mario-async mario-learn mario-real"
+    tables = "ppo-snake-learn ppo-snake-learn-600 learn sb3-speed snake-peer snake-peer-600 metta-learn-arena "
+    tables += "metta-peer metta-learn-real mario-async mario-learn mario-real"
     ((commit, machine),) = {(results(name)["commit"], results(name)["hardware"]) for name in tables.split()}
     phrases.append(f"commit {commit} on {machine}")
     learned = results("mario-real")["runs"]
