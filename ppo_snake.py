@@ -84,7 +84,7 @@ class Args:
     hidden_size: int = 256
     """width of the network's layers"""
     anneal_lr: bool = True
-    """decay the learning rate exponentially to a hundredth over the run"""
+    """decay the learning rate linearly to 0 over the run"""
     num_minibatches: int = 16
     """minibatches per epoch"""
     update_epochs: int = 2
@@ -622,7 +622,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         same_games = RANKS == 1 and checkpoint.get("games_of") == [device.type, args.num_envs, 1]
         if not same_games:
             print("new games: those of the checkpoint need one process, the same --device and --num-envs")
-    if progress_of(args, global_step, seconds_before) >= 1:
+    progress = progress_of(args, global_step, seconds_before)
+    if progress >= 1:
         fail(f"--resume {args.resume}: the run is over; a larger --total-timesteps or --max-seconds works")
 
     seed = args.seed
@@ -789,6 +790,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         save()  # torchrun --max-restarts can resume from the start
     while True:
         timer.lap()  # setup, evaluations and checkpoints do not count
+        if args.anneal_lr:
+            learning_rate.fill_(args.learning_rate * (1 - progress))
+        ent_coef.fill_(args.ent_coef * (1 - progress))
         # 1 act and step, 2 store
         for number in range(args.num_steps):
             step.fill_(number)
@@ -798,11 +802,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         timer.lap("rollout")
 
         # 3 learn
-        seconds, stop = clock()
-        progress = progress_of(args, global_step, seconds)
-        if args.anneal_lr:
-            learning_rate.fill_(args.learning_rate * 0.01 ** min(progress, 1))
-        ent_coef.fill_(args.ent_coef * max(1 - progress, 0))
         for _ in range(args.update_epochs):
             for minibatch in torch.randperm(batch_size, generator=generator, device=device).split(minibatch_size):
                 index.copy_(minibatch)
@@ -811,6 +810,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         timer.lap("learn")
 
         # 4 log, evaluate, save
+        seconds, stop = clock()
+        progress = progress_of(args, global_step, seconds)
         is_last = progress >= 1 or stop
         if is_last or seconds >= last_log + args.log_every:
             last_log = seconds

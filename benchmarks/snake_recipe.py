@@ -177,7 +177,7 @@ def sb3_recipe_run(
         def _on_step(self) -> bool:
             return progress() < 1
 
-    model.lr_schedule = lambda _: args.learning_rate * 0.01 ** min(progress(), 1)
+    model.lr_schedule = lambda _: args.learning_rate * max(1 - progress(), 0)
     model.learn(FOREVER, callback=Schedule())
     elapsed = time.perf_counter() - start
     food = score(episodes=episodes)

@@ -179,13 +179,13 @@ def test_an_update_that_cannot_be_captured_is_refused(monkeypatch, tmp_path, cap
 
 BROKEN = {  # code of ppo_snake.py, what replaces it, and why that is refused: None if it is captured
     "learning rate as a float": (
-        "learning_rate.fill_(args.learning_rate * 0.01 ** min(progress, 1))",
-        'optimizer.param_groups[0]["lr"] = args.learning_rate * 0.01 ** min(progress, 1)',
+        "learning_rate.fill_(args.learning_rate * (1 - progress))",
+        'optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - progress)',
         None,
     ),
     "entropy bonus as a float": (
-        "ent_coef.fill_(args.ent_coef * max(1 - progress, 0))",
-        "ent_coef = np.float64(args.ent_coef * max(1 - progress, 0))",
+        "ent_coef.fill_(args.ent_coef * (1 - progress))",
+        "ent_coef = np.float64(args.ent_coef * (1 - progress))",
         None,
     ),
     "a tensor with new memory": ("advantages.copy_(gae(", "advantages.data = (gae(", None),
