@@ -47,7 +47,7 @@ LEFT_OUT = {  # what a copy of the script has instead, and its flags; the values
     "the batch of games: 16, minibatches as before": ([], "--num-envs 16 --num-minibatches 1"),
     "the horizon: gamma 0.99": ([], "--gamma 0.99"),
     "the schedules: constant step size and entropy": (
-        [("ent_coef.fill_(args.ent_coef * max(1 - progress, 0))", "ent_coef.fill_(args.ent_coef)")],
+        [("ent_coef.fill_(args.ent_coef * (1 - progress))", "ent_coef.fill_(args.ent_coef)")],
         "--no-anneal-lr",
     ),
 }
