@@ -269,4 +269,6 @@ def sums_of_three(values: Tensor, dim: int) -> Tensor:
     first = values.narrow(dim, 0, size)
     second = values.narrow(dim, 1, size)
     third = values.narrow(dim, 2, size)
-    return first + second + third
+    sums = first + second
+    sums += third
+    return sums
