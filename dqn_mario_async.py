@@ -1079,6 +1079,7 @@ def main(args: Args) -> dict:
     if args.render:
         show_in_terminal(watch_game(q_network, args, "ansi"), MarioEnv.metadata["render_fps"])
         return {}
+    print(f"evaluation: {args.eval_episodes:,} episodes")
     scores = evaluate(q_network, args, args.eval_episodes, device)
     report(q_network, args, scores, path.parent)
     return scores
@@ -1363,6 +1364,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype, cleanup: ExitSta
     if stop:
         print(f"stopped; python {script} --resume {run}{rom} continues from {folder / 'checkpoint.pt'}")
     else:
+        print(f"evaluation: {args.eval_episodes:,} episodes")
         scores = evaluate(q_network, args, args.eval_episodes, device)
         log(scores)
         summary.update(scores)

@@ -712,6 +712,7 @@ def main(args: Args) -> dict:
     if args.render:
         show_in_terminal(watch_game(q_network, args, device, "ansi"), SnakeEnv.metadata["render_fps"])
         return {}
+    print(f"evaluation: {args.eval_episodes:,} episodes")
     scores = evaluate(q_network, args, args.eval_episodes, device)
     report(q_network, args, device, scores, path.parent)
     return scores
@@ -1000,6 +1001,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     if stop:
         print(f"stopped; python {script} --resume {run} continues from {folder / 'checkpoint.pt'}")
     else:
+        print(f"evaluation: {args.eval_episodes:,} episodes")
         scores = evaluate(q_network, args, args.eval_episodes, device)
         log(scores)
         summary.update(scores)

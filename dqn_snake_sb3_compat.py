@@ -1083,6 +1083,7 @@ def main(args: Args) -> dict:
         except Exception as error:  # a package is missing, or there is no screen
             fail(f"--render: {args.env_id} cannot be shown ({error})")
         return {}
+    print(f"evaluation: {args.eval_episodes:,} episodes")
     scores = evaluate(q_network, args, args.eval_episodes, device)
     report(q_network, args, device, scores, path.parent)
     return scores
@@ -1188,11 +1189,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         save_checkpoint(folder / "checkpoint.pt", state)
         return state
 
-    def evaluate_and_log(episodes):
-        scores = evaluate(learner.actor, args, episodes, device)
-        for name, score in scores.items():
-            writer.add_scalar(name.replace("_", "/", 1), score, global_step)
-        return scores
+    def log(scalars):
+        for name, value in scalars.items():
+            writer.add_scalar(name.replace("eval_", "eval/"), value, global_step)
 
     cosine = Cosine(args.learning_rate, args.learning_rate_end)
     updates_per_round = args.gradient_steps
@@ -1203,7 +1202,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     first_update = logged_updates = updates
     scores = {}
     timer = PhaseTimer(device)
-    writer.add_scalar("perf/warmup_s", time.perf_counter() - start_time, global_step)
+    log({"perf/warmup_s": time.perf_counter() - start_time})
     start_time = time.perf_counter()  # the warm-up does not count
     last_log = last_eval = last_checkpoint = seconds_before
     timer.lap()
@@ -1276,8 +1275,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 scalars["train/loss"] = loss / new_updates
             for phase, phase_seconds in phases.items():
                 scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * args.num_envs / new_steps
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, global_step)
+            log(scalars)
             line = f"{min(progress(), 1):4.0%}  step {global_step:>11,}  SPS {rates['env_steps_per_second']:>9,.0f}"
             line += f"  updates/s {rates['updates_per_second']:>5.0f}"
             line += f"  epsilon {epsilon:.3f}  return {episodic_return:7.1f}  score {score:5.1f}"
@@ -1288,7 +1286,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         if is_last:
             break
         if args.eval_every and seconds >= last_eval + args.eval_every:
-            scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+            scores = evaluate(learner.actor, args, max(args.eval_episodes // 10, 1), device)
+            log(scores)
             last_eval = clock()  # the interval is from the end of one to the start of the next
             timer.lap()
         if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every:
@@ -1331,7 +1330,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     if stopped:
         print(f"stopped; python {script} --resume {run} continues from {folder / 'checkpoint.pt'}")
     else:
-        scores = evaluate_and_log(args.eval_episodes)
+        print(f"evaluation: {args.eval_episodes:,} episodes")
+        scores = evaluate(learner.actor, args, args.eval_episodes, device)
+        log(scores)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
         report(learner.actor, args, device, scores, folder)

@@ -1129,6 +1129,7 @@ def main(args: Args) -> dict:
     if args.render:
         show_in_terminal(watch_game(agent, args, device, "ansi"), MettaArena.metadata["render_fps"])
         return {}
+    print(f"evaluation: {args.eval_episodes:,} episodes")
     scores = evaluate(agent, args, args.eval_episodes, device)
     report(agent, args, device, scores, path.parent)
     return scores
@@ -1318,16 +1319,14 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
         if RANK == 0:
             save_checkpoint(folder / "checkpoint.pt", checkpoint)
 
-    def evaluate_and_log(episodes):
-        scores = evaluate(agent, args, episodes, device)
-        for name, score in scores.items():
-            writer.add_scalar(name.replace("_", "/", 1), score, global_step)
-        return scores
+    def log(scalars):
+        if RANK == 0:
+            for name, value in scalars.items():
+                writer.add_scalar(name.replace("eval_", "eval/"), value, global_step)
 
     first_step = logged_step = global_step
     scores = {}
-    if RANK == 0:
-        writer.add_scalar("perf/warmup_s", time.perf_counter() - start_time, global_step)
+    log({"perf/warmup_s": time.perf_counter() - start_time})
     start_time = time.perf_counter()  # the warm-up does not count
     seconds = last_log = last_eval = last_checkpoint = seconds_before
     if RANKS > 1:
@@ -1391,9 +1390,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
                 scalars[f"losses/{name}"] = loss
             for phase, phase_seconds in phases.items():
                 scalars[f"perf/{phase}_ms"] = 1000 * phase_seconds * num_agents * RANKS / new_steps
-            if RANK == 0:
-                for name, value in scalars.items():
-                    writer.add_scalar(name, value, global_step)
+            log(scalars)
             line = f"{progress:4.0%}  step {global_step:>11,}  SPS {rates['env_steps_per_second']:>9,.0f}"
             line += f"  updates/s {rates['updates_per_second']:>5.1f}  entropy {losses[2]:4.2f}  kl {losses[3]:.4f}"
             line += f"  return {episodic_return:6.2f}  hearts {hearts:5.2f}"
@@ -1405,7 +1402,8 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
             break
         if args.eval_every and seconds >= last_eval + args.eval_every:
             if RANK == 0:
-                scores = evaluate_and_log(max(args.eval_episodes // 10, 1))
+                scores = evaluate(agent, args, max(args.eval_episodes // 10, 1), device)
+                log(scores)
             seconds, stop = clock()
             last_eval = seconds  # the interval is from the end of one to the start of the next
         if args.checkpoint_every and seconds >= last_checkpoint + args.checkpoint_every:
@@ -1440,7 +1438,9 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     if stop:
         print(f"stopped; python {script} --resume {run} continues from {folder / 'checkpoint.pt'}")
     else:
-        scores = evaluate_and_log(args.eval_episodes)
+        print(f"evaluation: {args.eval_episodes:,} episodes")
+        scores = evaluate(agent, args, args.eval_episodes, device)
+        log(scores)
         summary.update(scores)
         summary_file.write_text(json.dumps(summary, indent=2))
         report(agent, args, device, scores, folder)

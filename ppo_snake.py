@@ -599,6 +599,7 @@ def main(args: Args) -> dict:
     if args.render:
         show_in_terminal(watch_game(agent, args, device, "ansi"), SnakeEnv.metadata["render_fps"])
         return {}
+    print(f"evaluation: {args.eval_episodes:,} episodes")
     scores = evaluate(agent, args, args.eval_episodes, device)
     report(agent, args, device, scores, path.parent)
     return scores
@@ -887,6 +888,7 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     if stop:
         print(f"stopped; python {script} --resume {run} continues from {folder / 'checkpoint.pt'}")
     else:
+        print(f"evaluation: {args.eval_episodes:,} episodes")
         scores = evaluate(agent, args, args.eval_episodes, device)
         log(scores)
         summary.update(scores)

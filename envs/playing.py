@@ -39,7 +39,8 @@ def play_parallel(env: Any, policy: Callable[[np.ndarray], list[int]], seed: int
 
 
 def write_gif(frames: Iterable[np.ndarray], path: Path, milliseconds: int = 80) -> None:
-    """Writes `frames`, each shown for `milliseconds`, and prints `path`, or why it cannot be written."""
+    """Prints `path` and writes `frames`, each shown for `milliseconds`. Prints why it cannot be written."""
+    print(path)
 
     def images() -> Iterator[Image.Image]:
         for frame in islice(frames, MAX_GIF_FRAMES):
@@ -52,7 +53,6 @@ def write_gif(frames: Iterable[np.ndarray], path: Path, milliseconds: int = 80) 
         remaining_images = images()
         first_image = next(remaining_images)
         first_image.save(path, save_all=True, append_images=remaining_images, duration=milliseconds, loop=0)
-        print(path)
     except OSError as error:
         print(f"--video: {path} cannot be written ({error})")
 
