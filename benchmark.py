@@ -20,8 +20,8 @@ Suites, their tables, and their time on two cores:
     diagnose: speed, latency and memory of ppo_metta.py by switch                       30 minutes
     mario: mario-env, mario-async, mario-switches: games, emulator and collectors; parallel collecting; switches
                                                                                         35 minutes
-    mario-levels: mario-learn, mario-learn-1, mario-learn-2: flags after 1, 5 and 15 minutes at three difficulties
-                                                                                       2.5 hours
+    mario-levels: mario-learn, mario-learn-1, mario-learn-2, mario-learn-3: flags after 1, 5 and 15 minutes at four
+        difficulties                                                                     3 hours
     mario-real: distance and flags in the real 1-1 after up to 20 minutes               70 minutes
     bf16, busy: scripts with --bf16; scripts with one core kept busy                    25 minutes
     switches: every switch of dqn_snake.py                                              40 minutes

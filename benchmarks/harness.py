@@ -34,7 +34,7 @@ SUITES = {
     "bf16": ["bf16"],
     "busy": ["busy"],
     "diagnose": ["diagnose"],
-    "mario-levels": ["mario-learn", "mario-learn-1", "mario-learn-2"],
+    "mario-levels": ["mario-learn", "mario-learn-1", "mario-learn-2", "mario-learn-3"],
     "mario-real": ["mario-real"],
     "switches": ["switches"],
     "scaling": ["scaling"],

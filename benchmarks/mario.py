@@ -275,6 +275,16 @@ def mario_learn_2(options: Options, device: torch.device) -> tuple[str, dict]:
     return learn_mario(options, 2)
 
 
+@table(
+    "mario-learn-3",
+    caption="""
+    As mario-learn, with `--difficulty 3`: one more gap, gaps of up to five tiles, one more stairs, less flat ground.
+    """,
+)
+def mario_learn_3(options: Options, device: torch.device) -> tuple[str, dict]:
+    return learn_mario(options, 3)
+
+
 def first_reading_above(curve: list[list[float]], limit: float) -> str:
     """Minutes to the first point above `limit`."""
     return next((f"{seconds / 60:.1f}" for seconds, value in curve if value > limit), "–")
