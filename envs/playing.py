@@ -39,8 +39,8 @@ def play_parallel(env: Any, policy: Callable[[np.ndarray], list[int]], seed: int
 
 
 def write_gif(frames: Iterable[np.ndarray], path: Path, milliseconds: int = 80) -> None:
-    """Prints `path` and writes `frames`, each shown for `milliseconds`. Prints why it cannot be written."""
-    print(path)
+    """Writes `frames`, each shown for `milliseconds`, or prints why it cannot."""
+    print(f"writing {path}")
 
     def images() -> Iterator[Image.Image]:
         for frame in islice(frames, MAX_GIF_FRAMES):
