@@ -650,7 +650,7 @@ def test_evaluate_and_render_play_the_checkpoint(script, trained, monkeypatch, c
     assert script.cli(*words) == scores
     with Image.open(next(trained.glob("videos/*.gif"))) as gif:
         assert 1 < gif.n_frames <= 5
-    capsys.readouterr()
+    assert {"evaluation:", "writing"} <= set(capsys.readouterr().out.split())
     monkeypatch.setattr(time, "sleep", lambda _: None)
     script.cli(*words, "--render")
     assert capsys.readouterr().out.count("\033[H") > 1
