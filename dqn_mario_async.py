@@ -35,6 +35,8 @@ from typing import Literal, NoReturn, get_args
 
 # How long an idle thread spins. While another process keeps one of two cores busy, two threads are faster with this.
 os.environ.setdefault("GOMP_SPINCOUNT", "4000")
+# NumPy makes the real game's pictures. An evaluation beside a busy process takes 9 s with one thread, 23 with two.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import torch
@@ -54,7 +56,7 @@ from envs.streams import lane_key
 from envs.workers import Broadcast, Collectors, Fields, Publisher, Ring, to_device
 
 SCRIPT = Path(__file__).stem
-CHECKPOINT_VERSION = 5
+CHECKPOINT_VERSION = 6
 EVAL_SEED = 2**31  # above every --seed
 EVAL_LANES = 128  # games evaluated at once
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -85,10 +87,8 @@ class Args:
     """our own game (envs/mario/game.py), or the real one (envs/mario/real.py, needs stable-retro and a ROM)"""
     rom: str | None = None
     """the real game's .nes file (None: the one in an installed gym-super-mario-bros)"""
-    world: int = 1
-    """world of the real game"""
-    stage: int = 1
-    """stage of the real game's world"""
+    stages: str = "1-1"
+    """levels of the real game, one drawn for each game: 1-1,1-2,2-1"""
     difficulty: int = 0
     """difficulty of MarioLike's levels"""
     actions: Literal[5, 7, 12] = 7
@@ -187,8 +187,8 @@ class Args:
     eval_every: float = 60.0
     """seconds between evaluations on a tenth of --eval-episodes (0: none)"""
     eval_episodes: int = 100
-    """games of the final evaluation, on levels that training never plays; the real game has one level and only
-    --noop-max + 1 different starts, the same as in training"""
+    """games of the final evaluation, on levels that training never plays; a level of the real game has
+    only --noop-max + 1 different starts, the same as in training"""
     log_every: float = 10.0
     """seconds between log lines"""
     checkpoint_every: float = 60.0
@@ -282,7 +282,7 @@ def settings_of(args: Args, levels: tuple[int, int]) -> dict:
     """Keywords of the chosen game."""
     settings = {name: getattr(args, name) for name in ("actions", "stack", "size", "skip", "noop_max")}
     if args.env_id == "SuperMarioBros":
-        settings.update(rom=args.rom, world=args.world, stage=args.stage)
+        settings.update(rom=args.rom, stages=args.stages)
     else:
         settings.update(difficulty=args.difficulty, levels=levels)
     return settings
@@ -772,8 +772,8 @@ class Learner:
 def evaluate(q_network: QNetwork, args: Args, episodes: int, device: torch.device) -> dict:
     """Scores of `episodes` greedy games on levels that training never plays, one game per lane.
 
-    The real game is played in this process too, one game after the other. It has one level and --noop-max + 1 starts,
-    the same as in training, so 100 games are about 30 different ones.
+    The real game is played in this process too, one game after the other. A level has --noop-max + 1 starts, the same
+    as in training, so 100 games of 1-1 are about 30 different ones.
     """
     lanes = 1 if args.env_id == "SuperMarioBros" else EVAL_LANES
     games = []

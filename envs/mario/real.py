@@ -7,6 +7,7 @@ of stable-retro without its Gym layer. A process can have only one emulator, so 
 import gc
 import importlib.util
 import math
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,9 @@ def area_weights(pixels: int, size: int) -> np.ndarray:
 class NesGame:
     """One emulator with the interface of `MarioGame`.
 
-    `world` 1 to 8 and `stage` 1 to 4 select the level. A game starts from a saved state at the level's first
-    controllable frame, which takes no time and always shows the same pictures. Raises ValueError for an invalid setting
-    or ROM, or if there is no emulator.
+    `stages` are the levels, of which one is drawn for each game: "1-1,1-2". A game starts from a saved state at the
+    level's first controllable frame, which takes no time and always shows the same pictures. Raises ValueError for an
+    invalid setting or ROM, or if there is no emulator.
     """
 
     max_steps = 2500  # the game's own time runs out after about 2,400 steps
@@ -87,14 +88,13 @@ class NesGame:
     def __init__(
         self,
         rom: str | None = None,
-        world: int = 1,
-        stage: int = 1,
+        stages: str = "1-1",
         size: int = 84,
         skip: int = 4,
         noop_max: int = 30,
     ) -> None:
-        if world not in range(1, 9) or stage not in range(1, 5):
-            raise ValueError(f"world {world}, stage {stage}: must be 1 to 8 and 1 to 4")
+        if not re.fullmatch("[1-8]-[1-4](,[1-8]-[1-4])*", stages):
+            raise ValueError(f"stages {stages}: must be 1-1 to 8-4, with commas between several")
         if not 1 <= size <= 224:
             raise ValueError(f"size {size}: must be 1 to 224")
         check_timing(skip, noop_max)
@@ -119,12 +119,20 @@ class NesGame:
         self.rows = area_weights(224 // self.groups, size // self.groups)
         self.columns = np.ascontiguousarray(area_weights(240, size).T)
         self.luma = np.array([0.299, 0.587, 0.114], np.float32)
-        self._boot(path, world, stage)
+        power_on = self.emulator.get_state()
+        self.starts = []
+        for stage in stages.split(","):
+            self.emulator.set_state(power_on)
+            self.starts.append(self._boot(path, stage))
         # Reading the RAM from a saved state takes 2 us; the library's own method takes 80 to 160 us.
-        self.ram_at = self.first.index(b"RAM\0\0\x08\0\0") + 8
+        self.ram_at = power_on.index(b"RAM\0\0\x08\0\0") + 8
 
-    def _boot(self, path: Path, world: int, stage: int) -> None:
-        """Plays from power-on to the first controllable frame of a level, about 70 frames."""
+    def _boot(self, path: Path, level: str) -> bytes:
+        """Plays from power-on to the start of a level, about 70 frames.
+
+        Returns the state one frame before the first controllable frame.
+        """
+        world, stage = map(int, level.split("-"))
         area = stage - 1
         if stage > 1 and world in (1, 2, 4, 7):
             area = stage  # these worlds have an extra area before stage 2
@@ -132,6 +140,7 @@ class NesGame:
         for _ in range(40):
             self._frame(NOTHING)
         start = NOTHING.copy()
+        first = b""
         for frame in range(600):
             self.data.update_ram()
             if memory.extract(MODE, "|u1") != 1:
@@ -142,21 +151,21 @@ class NesGame:
                 start[START_BUTTON] = frame % 2 == 0
                 self._frame(start)
             elif memory.extract(TASK, "|u1") == 3 and memory.extract(PLAYER, "|u1") == 8:
-                return
+                return first
             else:
                 memory.assign(TITLE_TIMER, "|u1", 0)
-                self.first = self.emulator.get_state()  # the last one is one frame before the first controllable frame
+                first = self.emulator.get_state()
                 self._frame(NOTHING)
-        raise ValueError(f"rom {path}: level {world}-{stage} did not start within 600 frames")
+        raise ValueError(f"rom {path}: level {level} did not start within 600 frames")
 
     def _frame(self, mask: np.ndarray) -> None:
         self.emulator.set_button_mask(mask, 0)
         self.emulator.step()
 
     def start(self, draw: Stream) -> None:
-        """Restores the start of the level and plays a random number of no-op frames."""
-        self.emulator.set_state(self.first)
-        noops = draw(self.noop_max + 1)
+        """Restores the start of a random level and plays a random number of no-op frames."""
+        level, noops = divmod(draw(len(self.starts) * (self.noop_max + 1)), self.noop_max + 1)
+        self.emulator.set_state(self.starts[level])
         self.play(0, 1 + noops)  # the first frame is the first controllable one
 
     def play(self, buttons: int, frames: int | None = None) -> None:

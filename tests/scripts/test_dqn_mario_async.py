@@ -854,7 +854,7 @@ def test_the_real_game_trains_evaluates_and_makes_a_gif(tmp_path) -> None:
     except ValueError as error:
         pytest.skip(str(error))
     flags = QUICK | dict(env_id="SuperMarioBros", num_collectors=2, envs_per_collector=1, total_timesteps=600)
-    flags |= dict(run_dir=str(tmp_path), run_name="run", video=True, eval_episodes=2, world=1, stage=2)
+    flags |= dict(run_dir=str(tmp_path), run_name="run", video=True, eval_episodes=2, stages="1-1,1-2")
     summary = main(Args(**flags))
     assert summary["stored"] >= 600 and add_up(summary, 2)
     assert summary["eval_episodes"] == 2 and summary["eval_distance_mean"] >= 0
