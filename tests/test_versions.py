@@ -3,12 +3,11 @@
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-
 
 def versions(name: str) -> dict[str, str]:
     """Package -> version, or lowest version."""
-    return dict(re.findall(r"^([\w-]+)(?:==|>=|~=)([\d.]+)", (ROOT / name).read_text(), re.MULTILINE))
+    requirements = (Path(__file__).parents[1] / name).read_text()
+    return dict(re.findall(r"^([\w-]+)(?:==|>=|~=)([\d.]+)", requirements, re.MULTILINE))
 
 
 def test_the_lowest_versions_are_those_that_the_requirements_allow() -> None:
