@@ -89,6 +89,8 @@ class Args:
     """the real game's .nes file (None: the one in an installed gym-super-mario-bros)"""
     stages: str = "1-1"
     """levels of the real game, one drawn for each game: 1-1,1-2,2-1"""
+    practice: float = 0.0
+    """chance that a training game of the real game starts at a random step of the one that got furthest"""
     difficulty: int = 0
     """difficulty of MarioLike's levels"""
     actions: Literal[5, 7, 12] = 7
@@ -202,8 +204,8 @@ class Args:
 
 
 NOT_RESUMED = ["run_dir", "run_name", "rom", "resume", "evaluate", "render", "video", "wandb"]
-AT_MOST_1 = ["gamma", "tau", "start_e", "end_e", "exploration_fraction", "alpha", "beta"]
-MAY_BE_0 = ["seed", "difficulty", "noop_max", "num_collectors", "weight_decay", "gamma", "alpha", "beta"]
+AT_MOST_1 = ["practice", "gamma", "tau", "start_e", "end_e", "exploration_fraction", "alpha", "beta"]
+MAY_BE_0 = ["seed", "practice", "difficulty", "noop_max", "num_collectors", "weight_decay", "gamma", "alpha", "beta"]
 MAY_BE_0 += ["learning_starts", "start_e", "end_e", "epsilon_alpha", "exploration_fraction"]
 MAY_BE_0 += ["eval_every", "checkpoint_every"]
 HIGHEST = dict.fromkeys(AT_MOST_1, 1) | {
@@ -282,7 +284,8 @@ def settings_of(args: Args, levels: tuple[int, int]) -> dict:
     """Keywords of the chosen game."""
     settings = {name: getattr(args, name) for name in ("actions", "stack", "size", "skip", "noop_max")}
     if args.env_id == "SuperMarioBros":
-        settings.update(rom=args.rom, stages=args.stages)
+        practice = args.practice if levels == TRAIN_LEVELS else 0.0
+        settings.update(rom=args.rom, stages=args.stages, practice=practice)
     else:
         settings.update(difficulty=args.difficulty, levels=levels)
     return settings

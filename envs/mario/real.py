@@ -79,8 +79,9 @@ class NesGame:
     """One emulator with the interface of `MarioGame`.
 
     `stages` are the levels, of which one is drawn for each game: "1-1,1-2". A game starts from a saved state at the
-    level's first controllable frame, which takes no time and always shows the same pictures. Raises ValueError for an
-    invalid setting or ROM, or if there is no emulator.
+    level's first controllable frame, which takes no time and always shows the same pictures. `practice` is the chance
+    that it starts elsewhere: at a random step of the game that got furthest so far (Salimans and Chen 2018). Raises
+    ValueError for an invalid setting or ROM, or if there is no emulator.
     """
 
     max_steps = 2500  # the game's own time runs out after about 2,400 steps
@@ -92,6 +93,7 @@ class NesGame:
         size: int = 84,
         skip: int = 4,
         noop_max: int = 30,
+        practice: float = 0.0,
     ) -> None:
         if not re.fullmatch("[1-8]-[1-4](,[1-8]-[1-4])*", stages):
             raise ValueError(f"stages {stages}: must be 1-1 to 8-4, with commas between several")
@@ -106,6 +108,7 @@ class NesGame:
         self.size = size
         self.skip = skip
         self.noop_max = noop_max
+        self.practice = practice
         gc.collect()  # frees an earlier emulator that is no longer referenced
         try:
             self.emulator = stable_retro.RetroEmulator(str(path))
@@ -124,6 +127,9 @@ class NesGame:
         for stage in stages.split(","):
             self.emulator.set_state(power_on)
             self.starts.append(self._boot(path, stage))
+        self.level = 0
+        self.visited = []  # x and the emulator's state after every step of this game
+        self.furthest = [[(0, start)] for start in self.starts]  # the same of the game that got furthest, per level
         # Reading the RAM from a saved state takes 2 us; the library's own method takes 80 to 160 us.
         self.ram_at = power_on.index(b"RAM\0\0\x08\0\0") + 8
 
@@ -163,10 +169,24 @@ class NesGame:
         self.emulator.step()
 
     def start(self, draw: Stream) -> None:
-        """Restores the start of a random level and plays a random number of no-op frames."""
-        level, noops = divmod(draw(len(self.starts) * (self.noop_max + 1)), self.noop_max + 1)
-        self.emulator.set_state(self.starts[level])
-        self.play(0, 1 + noops)  # the first frame is the first controllable one
+        """Restores the start of a random level and plays a random number of no-op frames, or practices."""
+        self._remember()
+        self.level, noops = divmod(draw(len(self.starts) * (self.noop_max + 1)), self.noop_max + 1)
+        if self.practice and draw(1000) < 1000 * self.practice:
+            furthest = self.furthest[self.level]
+            self.visited = furthest[: 1 + draw(len(furthest))]
+            self._load(self.visited[-1][1])
+            self.play(JUMP if self.ram[FLOAT] else 0, 1)  # draws the picture; a jump goes on
+        else:
+            self.visited = []
+            self.emulator.set_state(self.starts[self.level])
+            self.play(0, 1 + noops)  # the first frame is the first controllable one
+
+    def _remember(self) -> None:
+        """Keeps the last game up to its furthest step, without its end, if it was won or no game got further."""
+        xs = [x for x, _ in self.visited[:-1]]
+        if xs and (self.flag or max(xs) >= self.furthest[self.level][-1][0]):
+            self.furthest[self.level] = self.visited[: 1 + xs.index(max(xs))]
 
     def play(self, buttons: int, frames: int | None = None) -> None:
         """Presses `buttons` for `frames` (None: `skip`).
@@ -181,11 +201,13 @@ class NesGame:
         mask = PRESSED[buttons]
         for _ in range(frames):
             self._frame(mask)
-        self.ram = self.emulator.get_state()[self.ram_at : self.ram_at + 2048]
-        self._read_ram()
+        state = self.emulator.get_state()
+        self._read_ram(state)
+        if self.practice:
+            self.visited.append((self.where(), state))
 
-    def _read_ram(self) -> None:
-        ram = self.ram
+    def _read_ram(self, state: bytes) -> None:
+        ram = self.ram = state[self.ram_at : self.ram_at + 2048]
         self.dead = ram[PLAYER] in (0x0B, 6) or ram[BELOW] > 1
         # The level is won at the end of a world, or by sliding down a pole with the flag (0x31) or Bowser (0x2D) near.
         kinds = ram[KINDS : KINDS + 5]
@@ -211,9 +233,11 @@ class NesGame:
         return {"emulator": [*self.emulator.get_state()]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.emulator.set_state(bytes(state["emulator"]))
-        self.ram = self.emulator.get_state()[self.ram_at : self.ram_at + 2048]
-        self._read_ram()
+        self._load(bytes(state["emulator"]))
+
+    def _load(self, state: bytes) -> None:
+        self.emulator.set_state(state)
+        self._read_ram(state)
 
     def ansi(self) -> str:
         """The screen as 42 x 28 characters by brightness."""
