@@ -101,14 +101,14 @@ def test_a_is_let_go_for_one_frame_on_the_ground_and_stays_down_elsewhere(monkey
 def test_a_gap_kills() -> None:
     game = NesGame()
     game.start(Stream(0, 0))
-    game.ram = bytearray(game.ram)
+    ram, game.ram_at = bytearray(game.ram), 0
     for place, value, dead in ((smb.BELOW, 1, False), (smb.BELOW, 2, True), (smb.PLAYER, 0x0B, True)):
-        game.ram[smb.BELOW], game.ram[smb.PLAYER], game.ram[place] = 1, 8, value
-        game._read_ram()
+        ram[smb.BELOW], ram[smb.PLAYER], ram[place] = 1, 8, value
+        game._read_ram(ram)
         assert game.dead == dead
-    game.ram[smb.BELOW], game.ram[smb.PLAYER], game.ram[smb.MODE] = 1, 8, 2
-    game.ram[smb.SCORE : smb.SCORE + 6] = bytes([0, 0, 1, 2, 3, 4])
-    game._read_ram()
+    ram[smb.BELOW], ram[smb.PLAYER], ram[smb.MODE] = 1, 8, 2
+    ram[smb.SCORE : smb.SCORE + 6] = bytes([0, 0, 1, 2, 3, 4])
+    game._read_ram(ram)
     assert game.flag and game.score == 12340
 
 
@@ -120,6 +120,25 @@ def test_games_begin_in_a_drawn_level_with_a_drawn_number_of_frames() -> None:
         game.start(draw)
         starts[game.ram[smb.WORLD], game.ram[0x09]] += 1  # the game's own frame counter
     assert game.where() == 40 and 50 < len(starts) <= 62 and {world for world, _ in starts} == {0, 1}
+
+
+@real
+def test_practice_starts_along_the_game_that_got_furthest() -> None:
+    batch, rng = SuperMarioBrosBatch(practice=1.0, stages="1-1,2-1"), np.random.default_rng(0)
+    batch.reset()
+    game, starts = batch.games[0], set()
+    furthest = [40, 40]
+    for _ in range(1200):  # right and run, now and then a jump
+        level = game.level
+        *_, terminated, truncated, info = batch.step(rng.choice([3, 4, 4], 1))
+        if terminated[0] or truncated[0]:
+            path = game.furthest[game.level]
+            assert [game.visited[0], game.visited[-2]] == [path[0], path[len(game.visited) - 2]] and not game.dead
+            assert (batch.obs[0, -1] != batch.final_obs[0, -1]).any()  # the new game's picture
+            starts.add((game.level, game.where()))
+        furthest[level] = max(furthest[level], game.where())
+    assert len(starts) > 10 and min(furthest) > 1000
+    assert [path[-1][0] for path in game.furthest] == pytest.approx(furthest, abs=20)
 
 
 @real

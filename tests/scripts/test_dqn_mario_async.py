@@ -846,6 +846,12 @@ def test_it_learns(tmp_path) -> None:
     assert summary["eval_distance_mean"] > 507
 
 
+def test_only_training_games_practice() -> None:
+    args = Args(env_id="SuperMarioBros", practice=0.25)
+    assert script.settings_of(args, script.TRAIN_LEVELS)["practice"] == 0.25
+    assert script.settings_of(args, script.UNSEEN_LEVELS)["practice"] == 0
+
+
 @pytest.mark.games
 def test_the_real_game_trains_evaluates_and_makes_a_gif(tmp_path) -> None:
     pytest.importorskip("stable_retro")
@@ -854,7 +860,7 @@ def test_the_real_game_trains_evaluates_and_makes_a_gif(tmp_path) -> None:
     except ValueError as error:
         pytest.skip(str(error))
     flags = QUICK | dict(env_id="SuperMarioBros", num_collectors=2, envs_per_collector=1, total_timesteps=600)
-    flags |= dict(run_dir=str(tmp_path), run_name="run", video=True, eval_episodes=2, stages="1-1,1-2")
+    flags |= dict(run_dir=str(tmp_path), run_name="run", video=True, eval_episodes=2, stages="1-1,1-2", practice=0.5)
     summary = main(Args(**flags))
     assert summary["stored"] >= 600 and add_up(summary, 2)
     assert summary["eval_episodes"] == 2 and summary["eval_distance_mean"] >= 0
