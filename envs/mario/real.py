@@ -169,7 +169,7 @@ class NesGame:
         self.emulator.step()
 
     def start(self, draw: Stream) -> None:
-        """Restores the start of a random level and plays a random number of no-op frames, or practices."""
+        """Starts a random level with a random number of no-op frames, or a random step of its furthest game."""
         self._remember()
         self.level, noops = divmod(draw(len(self.starts) * (self.noop_max + 1)), self.noop_max + 1)
         if self.practice and draw(1000) < 1000 * self.practice:
