@@ -9,6 +9,7 @@ import importlib.util
 import math
 import re
 import zlib
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ class NesGame:
             self.emulator.set_state(power_on)
             self.starts.append(self._boot(path, stage))
         self.level = 0
+        self.ends = [deque([0], 64) for _ in self.starts]  # how far the last games that were lost got, per level
         self.visited = []  # x and the emulator's state after every step of this game
         self.furthest = [[(0, start)] for start in self.starts]  # the same of the game that got furthest, per level
         # Reading the RAM from a saved state takes 2 us; the library's own method takes 80 to 160 us.
@@ -174,7 +176,10 @@ class NesGame:
         self.level, noops = divmod(draw(len(self.starts) * (self.noop_max + 1)), self.noop_max + 1)
         if self.practice and draw(1000) < 1000 * self.practice:
             furthest = self.furthest[self.level]
-            self.visited = furthest[: 1 + draw(len(furthest))]
+            ends = self.ends[self.level]
+            end = ends[draw(len(ends))]
+            steps_before = sum(x < end for x, _ in furthest)
+            self.visited = furthest[: 1 + max(steps_before - draw(32), 0)]
             self._load(self.visited[-1][1])
             self.play(JUMP if self.ram[FLOAT] else 0, 1)  # draws the picture; a jump goes on
         else:
@@ -185,8 +190,13 @@ class NesGame:
     def _remember(self) -> None:
         """Keeps the last game up to its furthest step, without its end, if it was won or no game got further."""
         xs = [x for x, _ in self.visited[:-1]]
-        if xs and (self.flag or max(xs) >= self.furthest[self.level][-1][0]):
-            self.furthest[self.level] = self.visited[: 1 + xs.index(max(xs))]
+        if not xs:
+            return
+        end = max(xs)
+        if self.flag or end >= self.furthest[self.level][-1][0]:
+            self.furthest[self.level] = self.visited[: 1 + xs.index(end)]
+        if not self.flag:
+            self.ends[self.level].append(end)
 
     def play(self, buttons: int, frames: int | None = None) -> None:
         """Presses `buttons` for `frames` (None: `skip`).
