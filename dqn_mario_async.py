@@ -90,7 +90,7 @@ class Args:
     stages: str = "1-1"
     """levels of the real game, one drawn for each game: 1-1,1-2,2-1"""
     practice: float = 0.0
-    """chance that a training game starts at a random step of the game that got furthest (the real game only)"""
+    """chance that a training game starts shortly before a place where a game was lost (the real game only)"""
     difficulty: int = 0
     """difficulty of MarioLike's levels"""
     actions: Literal[5, 7, 12] = 7

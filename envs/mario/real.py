@@ -81,8 +81,9 @@ class NesGame:
 
     `stages` are the levels, of which one is drawn for each game: "1-1,1-2". A game starts from a saved state at the
     level's first controllable frame, which takes no time and always shows the same pictures. `practice` is the chance
-    that it starts elsewhere: at a random step of the game that got furthest so far (Salimans and Chen 2018). Raises
-    ValueError for an invalid setting or ROM, or if there is no emulator.
+    that it starts elsewhere, along the game that got furthest so far (as in Salimans and Chen 2018): up to 32 steps
+    before a place where one of the last 64 lost games ended. Raises ValueError for an invalid setting or ROM, or if
+    there is no emulator.
     """
 
     max_steps = 2500  # the game's own time runs out after about 2,400 steps
@@ -129,7 +130,7 @@ class NesGame:
             self.emulator.set_state(power_on)
             self.starts.append(self._boot(path, stage))
         self.level = 0
-        self.ends = [deque([0], 64) for _ in self.starts]  # how far the last games that were lost got, per level
+        self.ends = [deque([0], 64) for _ in self.starts]  # how far the last lost games got, per level
         self.visited = []  # x and the emulator's state after every step of this game
         self.furthest = [[(0, start)] for start in self.starts]  # the same of the game that got furthest, per level
         # Reading the RAM from a saved state takes 2 us; the library's own method takes 80 to 160 us.
@@ -171,7 +172,7 @@ class NesGame:
         self.emulator.step()
 
     def start(self, draw: Stream) -> None:
-        """Starts a random level with a random number of no-op frames, or a random step of its furthest game."""
+        """Starts a random level with a random number of no-op frames, or, to practice, where a game ended."""
         self._remember()
         self.level, noops = divmod(draw(len(self.starts) * (self.noop_max + 1)), self.noop_max + 1)
         if self.practice and draw(1000) < 1000 * self.practice:

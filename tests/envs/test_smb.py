@@ -123,22 +123,23 @@ def test_games_begin_in_a_drawn_level_with_a_drawn_number_of_frames() -> None:
 
 
 @real
-def test_practice_starts_along_the_game_that_got_furthest() -> None:
+def test_practice_starts_before_a_place_where_a_game_ended_along_the_one_that_got_furthest() -> None:
     batch, rng = SuperMarioBrosBatch(practice=1.0, stages="1-1,2-1"), np.random.default_rng(0)
     batch.reset()
     game, starts = batch.games[0], set()
-    furthest = [40, 40]
-    for _ in range(1200):  # right and run, now and then a jump
-        level = game.level
+    best, ends = 0, [[40], [40]]
+    for _ in range(1500):  # right and run, now and then a jump
+        level, best = game.level, max(best, game.where())
         *_, terminated, truncated, info = batch.step(rng.choice([3, 4, 4], 1))
         if terminated[0] or truncated[0]:
-            path = game.furthest[game.level]
+            ends[level].append(best)
+            best, x, path = 0, game.where(), game.furthest[game.level]
             assert [game.visited[0], game.visited[-2]] == [path[0], path[len(game.visited) - 2]] and not game.dead
             assert (batch.obs[0, -1] != batch.final_obs[0, -1]).any()  # the new game's picture
-            starts.add((game.level, game.where()))
-        furthest[level] = max(furthest[level], game.where())
-    assert len(starts) > 10 and min(furthest) > 1000
-    assert [path[-1][0] for path in game.furthest] == pytest.approx(furthest, abs=20)
+            assert min(abs(end - x) for end in ends[game.level] if end > x - 20) < 350  # pixels in 32 steps
+            starts.add((game.level, x))
+    assert len(starts) > 5 and min(max(of_level) for of_level in ends) > 800
+    assert [path[-1][0] for path in game.furthest] == pytest.approx([max(of_level) for of_level in ends], abs=20)
 
 
 @real
