@@ -172,7 +172,10 @@ class NesGame:
         self.emulator.step()
 
     def start(self, draw: Stream) -> None:
-        """Starts a random level with a random number of no-op frames, or, to practice, where a game ended."""
+        """Starts a random level with a random number of no-op frames.
+
+        To practice, it goes on from up to 32 steps before a place where a game was lost, along the furthest game.
+        """
         self._remember()
         self.level, noops = divmod(draw(len(self.starts) * (self.noop_max + 1)), self.noop_max + 1)
         if self.practice and draw(1000) < 1000 * self.practice:
