@@ -76,7 +76,8 @@ def arena_games(flags: str, games: int, run: str | None = None) -> dict:
     """Games on the rule book, by the scripted player or by the agents that `run`, a folder of ppo_metta.py, trained.
 
     "hearts": mean per agent and episode. "tenths": the same in each tenth of an episode. "steps": share of the agents'
-    steps by what a step does, of ARENA_STEPS.
+    steps by what a step does, of ARENA_STEPS. Of the first game, "places": agents' steps in each cell (rows, columns),
+    and "things": name, row and column of all that stands on the map at the end.
     """
     cpu = torch.device("cpu")
     arena = MettaArena(random_first_length=False, **ppo_metta.rules_of(metta_args(flags, "cpu")))
@@ -87,6 +88,8 @@ def arena_games(flags: str, games: int, run: str | None = None) -> dict:
         agent.load_state_dict(checkpoint["agent"])
     tenths = [0] * 10
     steps = Counter()
+    places = np.zeros(arena.rules.shape, int)
+    things = []
     random.seed(0)
     for seed in range(games):
         obs, _ = arena.reset(seed=seed)
@@ -113,11 +116,17 @@ def arena_games(flags: str, games: int, run: str | None = None) -> dict:
                 elif action in (GET, PUT) and stats["success"] > old_stats["success"]:
                     step = "gets or puts an item"
                 steps[step] += 1
+                if seed == 0:
+                    places[body.row, body.column] += 1
+        if seed == 0:
+            things = [(thing.name, thing.row, thing.column) for row in arena.grid for thing in row if thing]
     episodes = games * arena.rules.num_agents
     return {
         "hearts": sum(tenths) / episodes,
         "tenths": [hearts / episodes for hearts in tenths],
         "steps": {step: steps[step] / steps.total() for step in ARENA_STEPS},
+        "places": places.tolist(),
+        "things": things,
     }
 
 

@@ -3,12 +3,14 @@
 import json
 import statistics
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.harness import median
 from benchmarks.report import image_file, results_file
+from envs.metta.pictures import EDGE, converter_sign
 
 Line = tuple[str, list, list]  # label, x, y
 GAMES = {
@@ -31,6 +33,7 @@ def draw_all(device: torch.device) -> None:
     draw_learning(device)
     draw_same_recipe(device)
     draw_arena(device)
+    draw_places(device)
 
 
 def read_results(name: str, device: torch.device) -> dict:
@@ -134,14 +137,32 @@ def draw_arena(device: torch.device) -> None:
     save_plot("arena", device, lines, title="Arena: hearts over an episode, median and range of three seeds", **axes)
 
 
+def draw_places(device: torch.device) -> None:
+    """One map of the arena, brighter where agents spent more steps (square root). Objects have the sign of the game."""
+    played = read_results("metta-learn-cores", device).get("played", {})
+    if not played:
+        return
+    plt = pyplot()
+    figure, panels = plt.subplots(1, len(played), figsize=(10, 5), layout="constrained")
+    for axes, (who, (game,)) in zip(panels, played.items()):
+        places = np.array(game["places"], float)
+        for name, row, column in game["things"]:
+            if name in ("wall", "block"):
+                places[row, column] = np.nan
+            elif name != "agent":
+                axes.text(column, row, converter_sign(name), color="white", ha="center", va="center", weight="bold")
+        axes.imshow(places**0.5, cmap=plt.get_cmap("inferno").with_extremes(bad="grey"))
+        rows, columns = places.shape
+        axes.set(xlim=(EDGE - 0.5, columns - EDGE - 0.5), ylim=(rows - EDGE - 0.5, EDGE - 0.5), xticks=[], yticks=[])
+        axes.set_title(f"{who}: {game['hearts']:.1f} hearts")
+    save_figure(figure, "arena-places", device)
+
+
 def save_plot(name: str, device: torch.device, lines: list[Line], **settings: str) -> None:
     """Of lines with the same label, the median and the range. Writes nothing without lines."""
     if not lines:
         return
-    import matplotlib  # not needed on a GPU machine
-
-    matplotlib.use("Agg")  # no display needed
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.ticker import LogFormatter
 
     figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
@@ -157,7 +178,20 @@ def save_plot(name: str, device: torch.device, lines: list[Line], **settings: st
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False)
+    save_figure(figure, name, device)
+
+
+def pyplot() -> Any:
+    import matplotlib  # not needed on a GPU machine
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def save_figure(figure: Any, name: str, device: torch.device) -> None:
     path = image_file(name, device)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
+    pyplot().close(figure)
