@@ -15,6 +15,7 @@ def test_games_and_networks() -> None:
     assert games.rule_book_rate(2, 0.1) > 0
     played = players.arena_games("", games=1)
     assert played["hearts"] > 15 and sum(played["steps"].values()) == pytest.approx(1)
+    assert sum(map(sum, played["places"])) == 6 * 1000  # agents x steps
 
 
 def test_sb3_agents_are_trained_and_evaluated() -> None:
