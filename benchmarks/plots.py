@@ -138,22 +138,28 @@ def draw_arena(device: torch.device) -> None:
 
 
 def draw_places(device: torch.device) -> None:
-    """One map of the arena, brighter where agents spent more steps (square root). Objects have the sign of the game."""
-    played = read_results("metta-learn-cores", device).get("played", {})
+    """Agents' steps in each cell of one map of the arena, learned and scripted. Objects have the signs of the game."""
+    played = read_results("metta-learn-cores", device).get("played")
     if not played:
         return
     plt = pyplot()
-    figure, panels = plt.subplots(1, len(played), figsize=(10, 5), layout="constrained")
-    for axes, (who, (game,)) in zip(panels, played.items()):
+    colors = plt.get_cmap("inferno").with_extremes(bad="grey")
+    figure, panels = plt.subplots(1, 2, figsize=(10, 5), layout="constrained")
+    for axes, (who, games) in zip(panels, played.items()):
+        game = games[0]
         places = np.array(game["places"], float)
+        places **= 0.5  # shows rarely visited cells, too
         for name, row, column in game["things"]:
             if name in ("wall", "block"):
                 places[row, column] = np.nan
             elif name != "agent":
-                axes.text(column, row, converter_sign(name), color="white", ha="center", va="center", weight="bold")
-        axes.imshow(places**0.5, cmap=plt.get_cmap("inferno").with_extremes(bad="grey"))
-        rows, columns = places.shape
-        axes.set(xlim=(EDGE - 0.5, columns - EDGE - 0.5), ylim=(rows - EDGE - 0.5, EDGE - 0.5), xticks=[], yticks=[])
+                sign = converter_sign(name)
+                axes.text(column, row, sign, color="white", weight="bold", ha="center", va="center")
+        axes.imshow(places, cmap=colors)
+        last = len(places) - EDGE - 0.5
+        axes.set_xlim(EDGE - 0.5, last)
+        axes.set_ylim(last, EDGE - 0.5)
+        axes.set_axis_off()
         axes.set_title(f"{who}: {game['hearts']:.1f} hearts")
     save_figure(figure, "arena-places", device)
 
