@@ -15,9 +15,8 @@ Suites, their tables, and their time on two cores:
     sb3: sb3-speed, sb3-learn, sweep: dqn_snake_sb3_compat.py compared with SB3         30 minutes
     metta: metta-env, metta-hearts, metta-speed, metta-peer, metta-subproc, metta-presets: the arena alone, baseline
         players, ppo_metta.py by network, compared with SB3, with workers; presets     52 minutes
-    metta-learn: metta-learn-arena, metta-learn-cores, metta-learn-navigation, metta-learn-memory,
-        metta-learn-memory-600, metta-learn-real: hearts in the arena, in navigation, on a map to remember and in
-        MettaGrid, after ten minutes, after three on that map, too                       3 hours
+    metta-learn: metta-learn-arena, metta-learn-cores, metta-learn-navigation, metta-learn-memory, metta-learn-real:
+        hearts after ten minutes of the arena, navigation and MettaGrid, three of a map to remember  2.5 hours
     diagnose: speed, latency and memory of ppo_metta.py by switch                       30 minutes
     mario: mario-env, mario-async, mario-switches: games, emulator and collectors; parallel collecting; switches
                                                                                         35 minutes

@@ -5,7 +5,7 @@
     python ppo_snake.py --evaluate latest --render  # watch the last agent play
     torchrun --nproc-per-node 2 ppo_snake.py        # two processes train one policy
 
-On two CPU cores the agent eats 92 of 97 food per game after two minutes (benchmarks.md).
+On two CPU cores the agent eats more than 90 of 97 food per game after two minutes (benchmarks.md).
 
 How to read it: `Agent` is the network, `gae` and `ppo_loss` are the algorithm, and `train` runs it from top to bottom.
 """
@@ -221,7 +221,6 @@ class Agent(nn.Module):
         self.num_inputs = 3 * view.num_features
         bound = self.num_inputs**-0.5
         self.preprocess = view.features  # has no parameters
-        # PyTorch's initial weights: with orthogonal ones SB3's PPO eats 5 food less (benchmarks/pages/snake-recipe.md)
         self.features = nn.Linear(self.num_inputs, width)
         self.food = nn.Embedding(view.side**2, width)  # a one-hot input, without the zeros
         nn.init.uniform_(self.food.weight, -bound, bound)  # as nn.Linear does
@@ -284,7 +283,7 @@ def ppo_loss(
 ) -> tuple[Tensor, Tensor]:
     """PPO's loss (Schulman et al. 2017, equation 9) of `logits` (B, actions); the other tensors are (B,).
 
-    The value loss is Huber's: with a squared one SB3's PPO eats 11 food less (benchmarks/pages/snake-recipe.md). Also
+    The value loss is Huber's: with a squared one SB3's PPO eats 9 food less (benchmarks/pages/snake-recipe.md). Also
     returns the means that LOSSES names; `approx_kl` is "k3" of Schulman 2020.
     """
     logprobs = F.log_softmax(logits, 1)

@@ -33,7 +33,6 @@ SUITES = {
         "metta-learn-cores",
         "metta-learn-navigation",
         "metta-learn-memory",
-        "metta-learn-memory-600",
         "metta-learn-real",
     ],
     "mario": ["mario-env", "mario-async", "mario-switches"],

@@ -16,9 +16,6 @@ from benchmarks.players import ARENA_STEPS, arena_games, random_hearts, scripted
 from benchmarks.report import code, markdown_table, median_min_max, peak_gib, table
 from envs.metta.rules import Rules
 
-MEMORY = "--env-id MettaMemory-v0"
-REMEMBERING = f"{MEMORY} --num-steps 64 --bptt-horizon 64"  # a round trip takes 19 to 50 steps
-
 
 @table(
     "metta-env",
@@ -256,19 +253,9 @@ def metta_learn_navigation(options: Options, device: torch.device) -> tuple[str,
     """,
 )
 def metta_learn_memory(options: Options, device: torch.device) -> tuple[str, dict]:
-    variants = [f"{REMEMBERING} --ent-coef 0.01 --rnn {rnn}" for rnn in ("none", "mingru", "gru", "lstm")]
-    return metta_learn(options, variants, MEMORY, 180)
-
-
-@table(
-    "metta-learn-memory-600",
-    caption="""
-    As metta-learn-memory, ten minutes per seed, with more entropy for the MinGRU.
-    """,
-)
-def metta_learn_memory_600(options: Options, device: torch.device) -> tuple[str, dict]:
-    variants = [f"{REMEMBERING} --ent-coef 0.01 --rnn none", f"{REMEMBERING} --ent-coef 0.05 --rnn mingru"]
-    return metta_learn(options, variants, MEMORY)
+    game = "--env-id MettaMemory-v0"
+    flags = f"{game} --num-steps 64 --bptt-horizon 64 --ent-coef 0.01"  # a round trip takes 19 to 50 steps
+    return metta_learn(options, [f"{flags} --rnn {rnn}" for rnn in ("none", "mingru", "gru", "lstm")], game, 180)
 
 
 @table(

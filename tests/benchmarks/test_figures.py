@@ -6,6 +6,8 @@ from pathlib import Path
 
 from benchmark_helpers import PAGES, results
 
+from benchmarks.harness import SUITES
+
 
 def score(runs: list[dict], words: str) -> str:
     return f"{statistics.mean(one['eval_score_mean'] for one in runs):.1f} {words} {steps(runs)}"
@@ -57,8 +59,7 @@ def figures() -> list[str]:
         players = f"a scripted player {found['scripted']:.1f}, " if found["scripted"] else ""
         players += f"random play {found['random']:.1f}"
         phrases.append(f"{score(default, 'hearts after 10 minutes on one core')} | {players}")
-    arena = results("metta-peer")["runs"]
-    ours, on_ours, in_python = (speed(runs) for runs in arena.values())
+    ours, on_ours, in_python = map(speed, results("metta-peer")["runs"].values())
     peer = f"Stable-Baselines3's PPO {in_python} with the game in Python, {on_ours} with ours |"
     phrases.append(f"{ours} agent steps/s; {peer}")
     one, two = (f"{statistics.median(ratios):.2f}" for ratios in results("mario-async")["ratios"].values())
@@ -66,10 +67,10 @@ def figures() -> list[str]:
     learned = results("mario-learn")["runs"]
     assert {one["eval_flags"] for one in learned} == {1.0}
     phrases.append(f"in 100 % of unseen levels after 15 minutes {steps(learned)} | random play 0 %")
-    tables = "ppo-snake-learn ppo-snake-learn-600 learn sb3-speed snake-peer snake-peer-600 metta-learn-arena "
-    tables += "metta-peer metta-learn-real mario-async mario-learn mario-real"
-    ((commit, machine),) = {(results(name)["commit"], results(name)["hardware"]) for name in tables.split()}
-    phrases.append(f"commit {commit} on {machine}")
+    ppo_snake = {name for name in SUITES["headline"] if name.startswith(("ppo-snake", "snake-peer"))}
+    for tables in ppo_snake, {*SUITES["headline"]} - ppo_snake:
+        ((commit, machine),) = {(results(name)["commit"], results(name)["hardware"]) for name in tables}
+        phrases.append(f"commit {commit} on {machine}")
     learned = results("mario-real")["runs"]
     flags = low_to_high([100 * one["eval_flags"] for one in learned])
     phrases.append(f"the real 1-1 in {flags} % of games after 20 minutes {steps(learned)} | random play 0 %")
