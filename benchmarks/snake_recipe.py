@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
+import gymnasium
 import torch
-import torch.nn.functional as F
 
 import ppo_snake
 from benchmarks import harness
 from benchmarks.harness import ROOT, Options, column, million_steps
 from benchmarks.report import markdown_table, table
-from benchmarks.sb3_peers import FOREVER, greedy_score, sb3_agent
+from benchmarks.sb3_peers import FOREVER, SnakeView, greedy_score, sb3_agent
 
 LEFT_OUT = {  # what a copy of the script has instead, and its flags; the values are SB3's defaults
     "nothing": ([], ""),
@@ -37,13 +36,11 @@ LEFT_OUT = {  # what a copy of the script has instead, and its flags; the values
         ],
         "",
     ),
-    "the network: 64 wide, no LayerNorm": (
-        [
-            ("self.norm1 = nn.LayerNorm(width)", "self.norm1 = nn.Identity()"),
-            ("self.norm2 = nn.LayerNorm(width)", "self.norm2 = nn.Identity()"),
-        ],
+    "the network: 64 wide, tanh": (
+        [("F.relu_(x.add_", "torch.tanh(x.add_"), ("F.relu_(self.hidden", "torch.tanh(self.hidden")],
         "--hidden-size 64",
     ),
+    "Adam's epsilon: 1e-5": ([("eps=1e-4", "eps=1e-5")], ""),
     "the batch of games: 16, minibatches as before": ([], "--num-envs 16 --num-minibatches 1"),
     "the horizon: gamma 0.99": ([], "--gamma 0.99"),
     "the schedules: constant step size and entropy": (
@@ -121,24 +118,26 @@ def snake_recipe(options: Options, device: torch.device) -> tuple[str, dict]:
 # ------------------------------------------------------------------------------------------------ SB3
 
 PEERS = {  # what is as in ppo_snake.py beyond the hyperparameters
-    "SB3's PPO": {"ortho_init": True, "huber": False},
-    "SB3's PPO, our initial weights": {"ortho_init": False, "huber": False},
-    "SB3's PPO, our initial weights and Huber loss": {"ortho_init": False, "huber": True},
+    "SB3's PPO": {"ortho_init": True},
+    "SB3's PPO, our initial weights": {"ortho_init": False},
 }
 
 
-def sb3_recipe_run(
-    ortho_init: bool, huber: bool, seed: int, seconds: float, steps: int, every: float, episodes: int
-) -> dict:
+class SnakeLayers(SnakeView):
+    """Features extractor for SB3: the hidden layers of ppo_snake.py, which are dqn_snake.py's without LayerNorm."""
+
+    def __init__(self, space: gymnasium.spaces.Box, width: int, device: str) -> None:
+        super().__init__(space, width, device)
+        self.trunk.norm1 = self.trunk.norm2 = torch.nn.Identity()
+
+
+def sb3_recipe_run(ortho_init: bool, seed: int, seconds: float, steps: int, every: float, episodes: int) -> dict:
     """Food and steps of SB3's PPO with the whole recipe of ppo_snake.py, one thread, until `seconds` or `steps`.
 
     With `every` also a curve: [seconds without evaluations, food of 100 games] after so many seconds each.
     """
-    import stable_baselines3.ppo.ppo
     from stable_baselines3.common.callbacks import BaseCallback
 
-    if huber:
-        stable_baselines3.ppo.ppo.F = SimpleNamespace(mse_loss=F.smooth_l1_loss)
     args = ppo_snake.fill_defaults(ppo_snake.Args(), torch.device("cpu"))
     model = sb3_agent(
         "SB3's PPO, our view and gamma",
@@ -146,7 +145,11 @@ def sb3_recipe_run(
         threads=1,
         seed=seed,
         width=args.hidden_size,
-        policy={"ortho_init": ortho_init},
+        policy={
+            "features_extractor_class": SnakeLayers,
+            "optimizer_kwargs": {"eps": 1e-4},
+            "ortho_init": ortho_init,
+        },
         num_envs=args.num_envs,
         n_steps=args.num_steps,
         batch_size=args.num_envs * args.num_steps // args.num_minibatches,
