@@ -208,8 +208,9 @@ def sb3_run(settings: dict, seed: int) -> dict:
     caption="""
     Stable-Baselines3's PPO with the whole recipe of `ppo_snake.py`, after two minutes: food of 97.
 
-    The recipe: view, network, 256 games, rollouts of 32 steps, minibatches of 512, two epochs, coefficients, and a step
-    size and entropy that fall by the clock. One thread each, two runs at once. Means of 1,000 greedy games.
+    The recipe: view, network, 256 games, rollouts of 32 steps, minibatches of 512, two epochs, coefficients, Adam's
+    epsilon, and a step size and entropy that fall by the clock. One thread each, two runs at once. Means of 1,000
+    greedy games.
     """,
 )
 def snake_peer(options: Options, device: torch.device) -> tuple[str, dict]:
@@ -229,7 +230,7 @@ def snake_peer_600(options: Options, device: torch.device) -> tuple[str, dict]:
 @table(
     "snake-peer-steps",
     caption="""
-    As snake-peer, after 640,000 env steps instead, with more and more of ours.
+    As snake-peer, after 640,000 env steps instead, also with our initial weights.
     """,
 )
 def snake_peer_steps(options: Options, device: torch.device) -> tuple[str, dict]:
