@@ -632,7 +632,6 @@ def train(args: Args, device: torch.device, dtype: torch.dtype) -> dict:
     agent = Agent(args, device)
     weights = list(agent.parameters())
     learning_rate = torch.tensor(args.learning_rate, device=device)  # a tensor, as all that changes in a CUDA graph
-    # With PyTorch's epsilon, 1e-8, it eats 4 food less after two minutes (benchmarks/pages/trials.md).
     optimizer = torch.optim.Adam(weights, lr=learning_rate, eps=1e-4, fused=True, capturable=args.cudagraph)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     if args.resume is not None:
