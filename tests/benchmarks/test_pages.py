@@ -181,6 +181,7 @@ def again(name: str, monkeypatch) -> str:
     monkeypatch.setattr("benchmarks.games.missing_rom", lambda: "")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(ppo_metta, "CORES", 2)
+    monkeypatch.setattr("benchmarks.harness.CORES", 2)
     numbers = dict(re.findall(r"--(repeats|seconds) (\d+)", found["command"]))
     options = Options(name, "cpu", **{flag: int(number) for flag, number in numbers.items()})
     text, _ = report.TABLES[name].measure(options, CPU)
